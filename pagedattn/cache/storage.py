@@ -1,0 +1,69 @@
+"""The storage itself: allocating caches, and copying blocks inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from pagedattn.contract import LAYOUTS, TYPES
+from pagedattn.errors import InvalidArgumentError
+
+
+def allocate_cache(num_blocks: int, block_size: int, kv_num_heads: int, head_size: int, dtype: str = "float16", *,
+                   kv_cache_layout: str = "SEPARATE", xp: Any = np) -> tuple[Any, Any]:
+    """Key and value caches of one layer, zero-filled.
+
+    Parameters
+    ----------
+    num_blocks, block_size, kv_num_heads, head_size : int
+    dtype : str
+        "float16", "bfloat16", "float32", "int8", "float8e4m3fn", or "int4", which is packed in uint8.
+    kv_cache_layout : str
+        "LATENT" gives one cache and None.
+    xp : module
+        NumPy or CuPy.
+
+    Returns
+    -------
+    key_cache, value_cache : (num_blocks, block_size, kv_num_heads, head_size)
+        For int4 the last dimension is ``(head_size + 1) // 2`` bytes.
+    """
+    rows = {row.name: row for row in TYPES["T_CACHE"]}
+    if dtype not in rows:
+        raise InvalidArgumentError(f"dtype: expected one of {', '.join(rows)}, got {dtype!r}.")
+    if kv_cache_layout not in LAYOUTS:
+        raise InvalidArgumentError(f"kv_cache_layout: expected one of {', '.join(LAYOUTS)}, got {kv_cache_layout!r}.")
+    if num_blocks * block_size > np.iinfo(np.int32).max:
+        raise InvalidArgumentError(f"num_blocks * block_size: expected at most 2**31 - 1 slots, because slot_mapping "
+                                   f"is int32, got {num_blocks} * {block_size}.")
+    row = rows[dtype]
+    shape = (num_blocks, block_size, kv_num_heads, row.storage_elements(head_size))
+    # 0 is the code of 0.0 in every type but int4, where the stored nibble is code + 8.
+    fill = 0x88 if dtype == "int4" else 0
+    caches = [xp.full(shape, fill, np.uint8).view(row.numpy) if row.bits <= 8 else xp.zeros(shape, row.numpy)
+              for _ in range(1 if kv_cache_layout == "LATENT" else 2)]
+    return caches[0], caches[1] if len(caches) > 1 else None
+
+
+def copy_blocks(cache: Any, copies: Iterable[tuple[int, int]]) -> None:
+    """Copy whole blocks inside a cache, in place and as if one after the other.
+
+    Parameters
+    ----------
+    cache : (num_blocks, ...), NumPy or CuPy, written
+    copies : iterable of (source, destination)
+        What `BlockTable.append` returned.
+    """
+    copies = list(copies)
+    if not copies:
+        return
+    if cache.dtype.itemsize == 1:
+        cache = cache.view(np.uint8)  # CuPy moves bytes, but has no float8 arithmetic
+    sources, destinations = (list(ids) for ids in zip(*copies, strict=True))
+    if set(sources) & set(destinations):  # one copy may read what another wrote
+        for source, destination in copies:
+            cache[destination] = cache[source]
+    else:
+        cache[destinations] = cache[sources]
