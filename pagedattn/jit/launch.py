@@ -6,15 +6,27 @@ on a GPU, and the tests have another that runs the same sources on the CPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+import ctypes
+import functools
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from pagedattn.errors import UnsupportedError
+from pagedattn.jit import cuda
+from pagedattn.jit.compiler import Compiler, arch_of, default_compiler
 from pagedattn.jit.spec import Spec
 
 if TYPE_CHECKING:
-    from pagedattn.jit.kernel import Kernel
+    from collections.abc import Iterable
+
+    from pagedattn.jit.kernel import Kernel, S
 
 Function = TypeVar("Function")
-S = TypeVar("S", bound=Spec)
+
+MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_PARAMS_BYTES = 4096
+_DEFAULT_SHARED_BYTES = 48 * 1024  # more has to be asked for, once a function
 
 
 class Executor(Protocol[Function]):
@@ -47,3 +59,113 @@ class Executor(Protocol[Function]):
             What ``kernel.params.pack(...)`` returned.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class CudaFunction:
+    """A kernel loaded on one device: a ``CUfunction``, and the module that must outlive it."""
+
+    name: str
+    pointer: int
+    module: Any = field(repr=False)
+
+
+class CudaExecutor:
+    """Runs kernels on one GPU through CuPy, on the calling thread's current stream of that device.
+
+    Safe to share between threads. Use :func:`cuda_executor` for the one of a device, so kernels are loaded once.
+
+    Parameters
+    ----------
+    device_id : int
+        The CUDA device.
+    compiler : Compiler, optional
+        By default the process's.
+
+    Attributes
+    ----------
+    arch : str
+        Architecture its kernels are compiled for.
+    """
+
+    def __init__(self, device_id: int, compiler: Compiler | None = None) -> None:
+        cuda.require_device()
+        self.device_id = device_id
+        self.compiler = compiler or default_compiler()
+        self._api = cuda.Api()
+        self.arch = arch_of(self._api.capability(device_id), cuda.nvrtc().archs)
+        self._max_shared_bytes = self._api.max_shared_bytes(device_id)
+        self._functions: dict[tuple[Kernel[Any], Spec], CudaFunction] = {}
+        self._lock = threading.Lock()
+        self._scratch = _Scratch()
+
+    def load(self, kernel: Kernel[S], spec: S) -> CudaFunction:
+        """Return the kernel for this Spec, compiled and loaded; quick from the second time on.
+
+        Loading may allocate, so it has to come before a graph capture.
+        """
+        function = self._functions.get((kernel, spec))
+        if function is None:
+            binary = self.compiler.compile(kernel, spec, self.arch)
+            with self._lock:  # one module a kernel, and no two threads in one function's attributes
+                function = self._functions.get((kernel, spec))
+                if function is None:
+                    function = self._load(kernel, spec, binary.cubin, binary.entry)
+                    self._functions[kernel, spec] = function
+        return function
+
+    def _load(self, kernel: Kernel[S], spec: S, cubin: bytes, entry: str) -> CudaFunction:
+        shared_bytes = kernel.shared_bytes(spec)
+        if shared_bytes > self._max_shared_bytes:
+            raise UnsupportedError(
+                f"{kernel.expression(spec)}: needs {shared_bytes} bytes of shared memory a CTA, "
+                f"and device {self.device_id} has {self._max_shared_bytes}"
+            )
+        with self._api.device(self.device_id):
+            module, pointer = self._api.load(cubin, entry)
+            if shared_bytes > _DEFAULT_SHARED_BYTES:
+                self._api.allow_shared_bytes(pointer, shared_bytes)
+        return CudaFunction(kernel.expression(spec), pointer, module)
+
+    def compile_many(self, items: Iterable[tuple[Kernel[Any], Spec]], jobs: int = 4) -> None:
+        """Compile and load several kernels before they are needed, ``jobs`` at a time."""
+        items = list(items)
+        self.compiler.compile_many(items, self.arch, jobs)
+        for kernel, spec in items:
+            self.load(kernel, spec)
+
+    def launch(
+        self, function: CudaFunction, grid: tuple[int, int, int], block: int, shared_bytes: int, params: bytes
+    ) -> None:
+        """Launch on the current stream; see :meth:`Executor.launch`."""
+        x, y, z = grid
+        # One comparison in the usual case; which limit it was is worked out only for the message.
+        if not (0 < x <= MAX_GRID[0] and 0 < y <= MAX_GRID[1] and 0 < z <= MAX_GRID[2]):
+            if 0 in grid:
+                return
+            raise UnsupportedError(
+                f"{function.name}: the grid {grid} is beyond the limits {MAX_GRID}; split the call into smaller ones"
+            )
+        size = len(params)
+        if size > MAX_PARAMS_BYTES:
+            raise ValueError(f"{function.name}: {size} bytes of parameters, the limit is {MAX_PARAMS_BYTES}")
+        scratch = self._scratch
+        # The driver has copied the parameters when the call returns, so one buffer a thread is enough.
+        ctypes.memmove(scratch.buffer, params, size)
+        self._api.launch(self.device_id, function.pointer, x, y, z, block, shared_bytes, scratch.pointers)
+
+
+class _Scratch(threading.local):
+    """A thread's buffer for parameters, and the array of one pointer to it that a launch takes."""
+
+    def __init__(self) -> None:
+        self._memory = (ctypes.c_char * MAX_PARAMS_BYTES)()
+        self.buffer = ctypes.addressof(self._memory)
+        self._pointers = (ctypes.c_void_p * 1)(self.buffer)
+        self.pointers = ctypes.addressof(self._pointers)
+
+
+@functools.cache
+def cuda_executor(device_id: int) -> CudaExecutor:
+    """Return the executor of a device."""
+    return CudaExecutor(device_id)
