@@ -1,0 +1,44 @@
+// ldmatrix: four 8x8 matrices of 16-bit elements from shared memory into fragments.
+//
+// Lane l passes the address of row l % 8 of matrix l / 8, 16 bytes each. With g = lane / 4 and t = lane % 4, register i of
+// a lane then holds, of matrix i,
+//   plain       elements (g, 2t) and (g, 2t + 1)
+//   transposed  elements (2t, g) and (2t + 1, g)
+#pragma once
+
+#include <pagedattn/types.cuh>
+
+namespace ptx {
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* s_row) {
+#if defined(__CUDA_ARCH__)
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(s_row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+#else
+  const int lane = threadIdx.x % kWarpSize;
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t row = __shfl_sync(kFullWarp, static_cast<unsigned long long>(reinterpret_cast<uint64_t>(s_row)), 8 * i + lane / 4);
+    r[i] = reinterpret_cast<const uint32_t*>(row)[lane % 4];
+  }
+#endif
+}
+
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], const void* s_row) {
+#if defined(__CUDA_ARCH__)
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(s_row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+#else
+  const int lane = threadIdx.x % kWarpSize;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned long long mine = reinterpret_cast<uint64_t>(s_row);
+    const uint64_t low = __shfl_sync(kFullWarp, mine, 8 * i + 2 * (lane % 4));
+    const uint64_t high = __shfl_sync(kFullWarp, mine, 8 * i + 2 * (lane % 4) + 1);
+    r[i] = reinterpret_cast<const uint16_t*>(low)[lane / 4] |
+           static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(high)[lane / 4]) << 16;
+  }
+#endif
+}
+
+}  // namespace ptx

@@ -1,0 +1,73 @@
+// Which sequence a token belongs to, and how long that sequence is. Everything is read here, on the device.
+//
+// Values are not trusted: whatever the arrays hold, results stay inside [0, batch_size), [0, token_count] and
+// [0, capacity], and a sequence that makes no sense is inactive.
+#pragma once
+
+#include <pagedattn/math.cuh>
+
+struct SequenceTable {
+  const int* cumulative_sequence_length;  // [batch_size + 1]
+  const int* past_seqlens;                // [batch_size]
+  const int* query_positions;             // [token_count], or null: past + index in the sequence
+  int batch_size;
+  int token_count;
+};
+
+struct Sequence {
+  int index;    // its row in the tables
+  int begin;    // its first token
+  int q_len;    // its new tokens; 0 when it is inactive
+  int past;     // tokens that were in the cache before
+  int kv_len;   // past + q_len, cut to what the block table can name
+
+  __device__ bool is_active() const { return q_len > 0; }
+};
+
+// The lengths of one sequence. A negative past, or tokens outside [0, token_count), make it inactive.
+__device__ __forceinline__ Sequence read_sequence(const SequenceTable& table, int index, int64_t capacity) {
+  Sequence s;
+  s.index = index;
+  s.begin = table.cumulative_sequence_length[index];
+  const int end = table.cumulative_sequence_length[index + 1];
+  s.past = table.past_seqlens[index];
+  const bool sane = s.begin >= 0 && s.begin < end && end <= table.token_count && s.past >= 0;
+  s.q_len = sane ? end - s.begin : 0;
+  const int64_t kv_len = static_cast<int64_t>(s.past) + s.q_len;
+  s.kv_len = sane ? static_cast<int>(kv_len < capacity ? kv_len : capacity) : 0;
+  return s;
+}
+
+// Index b with cumulative_sequence_length[b] <= token < [b + 1], if there is one; else some index in [0, batch_size).
+// All lanes of a warp call it with the same token: each round probes 32 offsets, so two rounds cover 1024 sequences.
+__device__ __forceinline__ int find_sequence(const SequenceTable& table, int token) {
+  const int* g_offsets = table.cumulative_sequence_length;
+  // In plain decode token t is sequence t; asking that first saves the dependent loads of the search.
+  if (token < table.batch_size && g_offsets[token] <= token && token < g_offsets[token + 1]) return token;
+  const int lane = threadIdx.x % kWarpSize;
+  int first = 0;
+  int count = table.batch_size;
+  while (count > 1) {
+    const int step = ceil_div(count, kWarpSize);
+    const int offset = lane * step;
+    const bool begins_before = offset < count && g_offsets[first + offset] <= token;
+    const uint32_t votes = __ballot_sync(kFullWarp, begins_before);
+    const int last = votes == 0 ? 0 : 31 - __clz(static_cast<int>(votes));
+    first += last * step;
+    count = min_of(step, count - last * step);
+  }
+  return first;
+}
+
+// The sequence of a token, inactive when no sequence owns it (a padding row). All lanes of a warp call it together.
+__device__ __forceinline__ Sequence sequence_of_token(const SequenceTable& table, int token, int64_t capacity) {
+  Sequence s = read_sequence(table, find_sequence(table, token), capacity);
+  if (token < s.begin || token - s.begin >= s.q_len) s.q_len = 0;
+  return s;
+}
+
+// Absolute position of a token, for rotation and for the mask. May be anything when query_positions does.
+__device__ __forceinline__ int64_t position_of_token(const SequenceTable& table, const Sequence& s, int token) {
+  return table.query_positions != nullptr ? table.query_positions[token]
+                                          : static_cast<int64_t>(s.past) + (token - s.begin);
+}
