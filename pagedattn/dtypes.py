@@ -51,10 +51,12 @@ BFLOAT16 = DType("bfloat16", np.dtype(ml_dtypes.bfloat16), "bf16", 16)
 FLOAT32 = DType("float32", np.dtype(np.float32), "f32", 32)
 INT8 = DType("int8", np.dtype(np.int8), "i8", 8, (-128, 127))
 FLOAT8E4M3FN = DType("float8e4m3fn", np.dtype(ml_dtypes.float8_e4m3fn), "f8e4m3", 8, (-448, 448))
-# Two codes a byte, element 2i in the low nibble, stored as code + 8. No array library has the type, so the tensor is uint8.
+# Two codes a byte, element 2i in the low nibble, stored as code + 8. No array library has it, so the tensor is uint8.
 INT4 = DType("int4", np.dtype(np.uint8), "i4", 4, (-8, 7))
 
-ALL = (FLOAT16, BFLOAT16, FLOAT32, INT8, FLOAT8E4M3FN, INT4)
+INT32 = DType("int32", np.dtype(np.int32), "i32", 32)
+
+ALL = (FLOAT16, BFLOAT16, FLOAT32, INT8, FLOAT8E4M3FN, INT4, INT32)
 BY_NAME = {dtype.name: dtype for dtype in ALL}
 BY_NUMPY = {dtype.numpy: dtype for dtype in ALL}
 

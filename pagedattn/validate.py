@@ -1,0 +1,672 @@
+"""Checks of a call against the contract, and the `Problem` that a valid call poses.
+
+Static checks read shapes, types and attributes only and run for every new kind of call. `check_host_values` and
+`check_device_values` read data. Every rule is one function that returns its message or None, so that condition and
+text cannot drift apart; `RULES` lists them in the order in which they run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from pagedattn import contract
+from pagedattn.dtypes import BY_NAME, FLOAT32, INT4, DType, name_of
+from pagedattn.errors import InvalidArgumentError
+from pagedattn.problem import Problem, TensorInfo
+
+Array = np.ndarray[Any, np.dtype[Any]]
+# 1 GiB: scores of 32 heads x 2048 tokens x 4096 keys in float32.
+DEFAULT_MAX_OUTPUT_QK_BYTES = 1 << 30
+
+
+class Call:
+    """A call while it is being checked: tensors, attributes, and the sizes bound so far with who bound them."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], attributes: Mapping[str, Any]) -> None:
+        self.tensors = tensors
+        self.attributes = coerce_attributes(attributes)
+        self.sizes: dict[str, int] = {}
+        self.bound_by: dict[str, str] = {}
+
+    def __getitem__(self, attribute: str) -> Any:
+        return self.attributes[attribute]
+
+    def has(self, name: str) -> bool:
+        """Whether an input is present."""
+        return name in self.tensors
+
+    def bind(self, name: str, value: int, who: str) -> None:
+        """Fix a size, remembering who fixed it."""
+        self.sizes[name], self.bound_by[name] = value, who
+
+    @property
+    def is_latent(self) -> bool:
+        return bool(self["kv_cache_layout"] == "LATENT")
+
+    @property
+    def is_packed(self) -> bool:
+        return not self.is_latent and not self.has("key") and not self.has("value")
+
+    @property
+    def v_head_size(self) -> int:
+        """Width of an output head, resolved."""
+        return int(self["v_head_size"]) or self.sizes["head_size"]
+
+    @property
+    def cache_dtype(self) -> DType:
+        """Logical element type of the caches."""
+        stored = self.tensors["key_cache"].dtype
+        return next(row for row in contract.TYPES["T_CACHE"] if row.numpy == stored)
+
+
+Rule = Callable[[Call], "str | None"]
+RULES: list[Rule] = []
+_TENSOR_ROWS: tuple[contract.Input | contract.Output, ...] = (*contract.INPUTS, *contract.OUTPUTS)
+
+
+def rule(function: Rule) -> Rule:
+    """Append a rule to `RULES`."""
+    RULES.append(function)
+    return function
+
+
+def expected(name: str, want: str, got: object, hint: str = "") -> str:
+    """Every message's form: who, what was expected, what came, and a way out."""
+    return f"{name}: expected {want}, got {got}.{' ' + hint if hint else ''}"
+
+
+def validate(
+    tensors: Mapping[str, TensorInfo],
+    attributes: Mapping[str, Any],
+    *,
+    return_lse: bool = False,
+    qk_dtype: DType = FLOAT32,
+    metadata: tuple[int, ...] | None = None,
+    max_output_qk_bytes: int = DEFAULT_MAX_OUTPUT_QK_BYTES,
+) -> Problem:
+    """Check a call and state it as a `Problem`.
+
+    Parameters
+    ----------
+    tensors : mapping of input name to TensorInfo
+        The inputs that are present; ``out`` and ``lse`` may be among them.
+    attributes : mapping of attribute name to value
+    return_lse : bool
+    qk_dtype : DType
+        Type of output_qk.
+    metadata : tuple of two or three int, optional
+        Values of attention_metadata.
+    max_output_qk_bytes : int
+        Limit of the size of output_qk.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Naming the tensor or attribute, what was expected and what came.
+    """
+    call = Call(tensors, attributes)
+    for check in RULES:
+        message = check(call)
+        if message is not None:
+            raise InvalidArgumentError(message)
+    problem = _problem(call, return_lse, qk_dtype, metadata)
+    check_output_qk_size(problem, problem.kv_len_bound if problem.max_kv_len_bound else 0, max_output_qk_bytes)
+    return problem
+
+
+def coerce_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes with defaults filled in and every number a plain Python int or float.
+
+    Any spelling of a number is taken (Python, NumPy scalar, zero-dimensional array), so that
+    kernels cannot see the difference.
+    """
+    unknown = sorted(set(attributes) - set(contract.ATTRIBUTE_BY_NAME))
+    if unknown:
+        raise InvalidArgumentError(
+            expected(unknown[0], f"an attribute among {', '.join(contract.ATTRIBUTE_BY_NAME)}", "an unknown name")
+        )
+    values: dict[str, Any] = {}
+    for row in contract.ATTRIBUTES:
+        value = attributes.get(row.name, row.default)
+        if value is None:
+            raise InvalidArgumentError(f"{row.name}: required attribute, got none.")
+        values[row.name] = _coerce(row, value)
+    return values
+
+
+def _coerce(row: contract.Attribute, value: Any) -> int | float | str:
+    if row.type is str:
+        if not isinstance(value, str):
+            raise InvalidArgumentError(expected(row.name, "a string", repr(value)))
+        result: int | float | str = value
+    else:
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            raise InvalidArgumentError(expected(row.name, "a number", repr(value)))
+        number = float(value)
+        if math.isnan(number) or math.isinf(number):
+            raise InvalidArgumentError(expected(row.name, "a finite number", value))
+        if row.type is int and number != int(number):
+            raise InvalidArgumentError(expected(row.name, "an integer", value))
+        result = int(value) if row.type is int else number
+    if row.choices is not None and result not in row.choices:
+        raise InvalidArgumentError(expected(row.name, f"one of {', '.join(map(repr, row.choices))}", repr(value)))
+    if row.minimum is not None and result < row.minimum:  # type: ignore[operator]
+        raise InvalidArgumentError(expected(row.name, f"a value >= {row.minimum:g}", value))
+    return result
+
+
+# ---- attributes and presence -------------------------------------------------------------------------------------
+
+
+@rule
+def heads_divide(call: Call) -> str | None:
+    heads, kv_heads = call["num_heads"], call["kv_num_heads"]
+    if heads % kv_heads:
+        return expected("num_heads", f"a multiple of kv_num_heads = {kv_heads}", heads)
+    call.bind("num_heads", heads, "attribute num_heads")
+    call.bind("kv_num_heads", kv_heads, "attribute kv_num_heads")
+    return None
+
+
+@rule
+def epsilon_positive(call: Call) -> str | None:
+    epsilon = call["qk_norm_epsilon"]
+    return None if epsilon > 0 else expected("qk_norm_epsilon", "a value > 0", epsilon)
+
+
+@rule
+def rotary_offset_multiple(call: Call) -> str | None:
+    offset = call["rotary_offset"]
+    return expected("rotary_offset", "a multiple of 8", offset) if offset % 8 else None
+
+
+@rule
+def required_inputs(call: Call) -> str | None:
+    for row in contract.INPUTS:
+        if not row.optional and not call.has(row.name):
+            return f"{row.name}: required input, got none."
+    return None
+
+
+@rule
+def presence_pattern(call: Call) -> str | None:
+    """kv_cache_layout is read before presence is interpreted."""
+    layout = call["kv_cache_layout"]
+    modes = [mode for mode in contract.MODES if mode.layout == layout]
+    for mode in modes:
+        if all(map(call.has, mode.present)) and not any(map(call.has, mode.absent)):
+            return None
+    wanted = "; or ".join(
+        " and ".join(
+            filter(
+                None, (", ".join(mode.present) + " present", ", ".join(mode.absent) + " absent" if mode.absent else "")
+            )
+        )
+        for mode in modes
+    )
+    came = [name for name in ("key", "value", "value_cache") if call.has(name)]
+    return expected(
+        "kv_cache_layout", f"{layout} to come with {wanted}", f"{', '.join(came) or 'none of them'} present"
+    )
+
+
+@rule
+def latent_refuses(call: Call) -> str | None:
+    if not call.is_latent:
+        return None
+    if call["kv_num_heads"] != 1:
+        return expected("kv_num_heads", "1 in the LATENT layout", call["kv_num_heads"])
+    for name in ("v_scale", "head_sink", "q_norm_weight", "k_norm_weight"):
+        if call.has(name):
+            return f"{name}: not allowed in the LATENT layout; expected it absent, got a tensor."
+    if call["v_quant_type"] != "NONE":
+        return expected(
+            "v_quant_type",
+            "NONE in the LATENT layout, where k_quant_type describes the one cache",
+            call["v_quant_type"],
+        )
+    if call["v_cache_dtype"] != "":
+        return expected("v_cache_dtype", '"" in the LATENT layout, which has no value cache', call["v_cache_dtype"])
+    return None
+
+
+@rule
+def pairs_complete(call: Call) -> str | None:
+    for first, second in (("cos_cache", "sin_cache"), ("q_norm_weight", "k_norm_weight")):
+        if call.has(first) != call.has(second):
+            there, missing = (first, second) if call.has(first) else (second, first)
+            return f"{missing}: required together with {there}, got none."
+    return None
+
+
+@rule
+def rotary_needs_caches(call: Call) -> str | None:
+    if call["do_rotary"] and not call.has("cos_cache"):
+        return "cos_cache: required by do_rotary = 1, got none."
+    return None
+
+
+# ---- types -------------------------------------------------------------------------------------------------------
+
+
+@rule
+def types_match(call: Call) -> str | None:
+    """The first tensor of T, and of T_CACHE, fixes the type for the others."""
+    fixed: dict[str, tuple[np.dtype[Any], str]] = {}
+    for row in _TENSOR_ROWS:
+        if not call.has(row.name):
+            continue
+        got = call.tensors[row.name].dtype
+        allowed = contract.TYPES[row.type]
+        if got not in [dtype.numpy for dtype in allowed]:
+            names = " or ".join(name_of(dtype.numpy) for dtype in allowed)
+            return expected(row.name, f"element type {names}", name_of(got))
+        if row.type in ("T", "T_CACHE"):
+            want, who = fixed.setdefault(row.type, (got, row.name))
+            if got != want:
+                return expected(row.name, f"element type {name_of(want)}, that of {who}", name_of(got))
+    return None
+
+
+@rule
+def cache_dtypes_agree(call: Call) -> str | None:
+    stored = call.tensors["key_cache"].dtype
+    for cache, attribute in (("key_cache", "k_cache_dtype"), ("value_cache", "v_cache_dtype")):
+        if not call.has(cache):
+            continue
+        named = call[attribute]
+        if named in contract.REFUSED_CACHE_DTYPES:
+            return f"{attribute}: {named!r} is not supported: {contract.REFUSED_CACHE_DTYPES[named]}."
+        if stored == INT4.numpy:
+            if named != "int4":
+                return expected(attribute, f"'int4', because {cache} is uint8", repr(named))
+        elif named not in ("", name_of(stored)):
+            known = named in BY_NAME
+            return expected(
+                attribute,
+                f"'' or {name_of(stored)!r}, the element type of {cache}",
+                repr(named),
+                "" if known else "It names no element type.",
+            )
+    return None
+
+
+@rule
+def quantization_consistent(call: Call) -> str | None:
+    quantized = call.cache_dtype.is_quantized
+    for cache, quant_type, scale in (
+        ("key_cache", "k_quant_type", "k_scale"),
+        ("value_cache", "v_quant_type", "v_scale"),
+    ):
+        if not call.has(cache):
+            continue
+        kind = call[quant_type]
+        if quantized and kind == "NONE":
+            return expected(quant_type, f"PER_TENSOR or PER_CHANNEL, because {cache} is {call.cache_dtype}", "NONE")
+        if not quantized and kind != "NONE":
+            return expected(quant_type, f"NONE, because {cache} is {call.cache_dtype}", kind)
+        if not quantized and call.tensors[cache].dtype != call.tensors["query"].dtype:
+            return expected(
+                cache,
+                f"element type {name_of(call.tensors['query'].dtype)}, that of query, or a quantized type",
+                name_of(call.tensors[cache].dtype),
+            )
+        if kind != "NONE" and not call.has(scale):
+            return f"{scale}: required by {quant_type} = {kind}, got none."
+        if kind == "NONE" and call.has(scale):
+            return f"{scale}: expected it absent with {quant_type} = NONE, got a tensor."
+    return None
+
+
+# ---- shapes ------------------------------------------------------------------------------------------------------
+
+
+@rule
+def query_width(call: Call) -> str | None:
+    """head_size is the width of a query row divided by the heads in it."""
+    shape = call.tensors["query"].shape
+    if len(shape) != 2:
+        return expected("query", "rank 2, (token_count, query_width)", f"shape {shape}")
+    heads, spelled = call["num_heads"], "num_heads"
+    if call.is_packed:
+        heads += 2 * call["kv_num_heads"]
+        spelled = "num_heads + 2 * kv_num_heads (packed: key and value are absent)"
+    width = shape[1]
+    if width == 0 or width % heads:
+        return expected("query", f"a width divisible by {spelled} = {heads}", width)
+    head_size = width // heads
+    if head_size % 8:
+        return expected("query", f"a head_size (width / {heads}) that is a multiple of 8", head_size)
+    call.bind("token_count", shape[0], "query")
+    call.bind("query_width", width, "query")
+    call.bind("head_size", head_size, "query")
+    call.bind("kv_width", call["kv_num_heads"] * head_size, f"kv_num_heads * head_size, head_size = {head_size}")
+    call.bind(
+        "cache_width",
+        call.cache_dtype.storage_elements(head_size),
+        f"head_size = {head_size}" + (", two int4 codes a byte" if call.cache_dtype is INT4 else ""),
+    )
+    return None
+
+
+@rule
+def v_head_size_valid(call: Call) -> str | None:
+    head_size, v_head_size = call.sizes["head_size"], call["v_head_size"]
+    if not call.is_latent and v_head_size not in (0, head_size):
+        return expected("v_head_size", f"0 or head_size = {head_size} in the SEPARATE layout", v_head_size)
+    if v_head_size > head_size:
+        return expected("v_head_size", f"a value in [1, head_size = {head_size}], or 0", v_head_size)
+    if call.v_head_size != head_size and call["scale"] == 0:
+        return (
+            f"scale: required when v_head_size ({v_head_size}) differs from head_size ({head_size}), because "
+            "1 / sqrt(head_size) would be wrong; got none."
+        )
+    call.bind("output_width", call["num_heads"] * call.v_head_size, "num_heads * v_head_size")
+    return None
+
+
+@rule
+def shapes_match(call: Call) -> str | None:
+    """Match every tensor against the contract's named sizes."""
+    for row in _TENSOR_ROWS:
+        if not call.has(row.name):
+            continue
+        got = call.tensors[row.name].shape
+        want = _scale_shape(call, row.name) if row.type == "T_KV_SCALE" and row.name != "lse" else row.shape
+        if len(got) != len(want):
+            return expected(row.name, f"rank {len(want)}, ({', '.join(want)})", f"shape {got}")
+        for axis, (dimension, extent) in enumerate(zip(want, got, strict=True)):
+            message = _match(call, row.name, axis, dimension, extent)
+            if message:
+                return message
+    return None
+
+
+def _scale_shape(call: Call, name: str) -> tuple[str, ...]:
+    quant_type = call[{"k_scale": "k_quant_type", "v_scale": "v_quant_type"}[name]]
+    return ("1",) if quant_type == "PER_TENSOR" else ("kv_num_heads", "1", "head_size")
+
+
+def _match(call: Call, name: str, axis: int, dimension: str, extent: int) -> str | None:
+    shape = call.tensors[name].shape
+    wanted = []
+    for alternative in dimension.split("|"):
+        size, _, plus = alternative.partition("+")
+        offset = int(plus or 0)
+        if size.isdigit():
+            value, who = int(size), ""
+        elif size in call.sizes:
+            value = call.sizes[size] + offset
+            who = f" = {value} ({size} from {call.bound_by[size]})"
+        elif extent < offset + (1 if size == "batch_size" else 0):
+            return expected(name, f"dimension {axis} >= {offset + 1}, {alternative}", f"shape {shape}")
+        else:
+            call.bind(size, extent - offset, name)
+            return None
+        if extent == value:
+            return None
+        wanted.append(f"{alternative}{who}")
+    return expected(name, f"dimension {axis} to be {' or '.join(wanted)}", f"shape {shape}")
+
+
+@rule
+def block_size_power_of_two(call: Call) -> str | None:
+    block_size = call.sizes["block_size"]
+    if block_size < 16 or block_size & (block_size - 1):
+        return expected("key_cache", "block_size (dimension 1) to be a power of two >= 16", block_size)
+    return None
+
+
+@rule
+def rotary_fits(call: Call) -> str | None:
+    if not call.has("cos_cache"):
+        return None
+    rotary_dim, offset, head_size = 2 * call.sizes["rotary_half"], call["rotary_offset"], call.sizes["head_size"]
+    if rotary_dim > head_size:
+        return expected("cos_cache", f"rotary_dim (2 * dimension 1) <= head_size = {head_size}", rotary_dim)
+    if offset + rotary_dim > head_size:
+        return expected(
+            "rotary_offset",
+            f"rotary_offset + rotary_dim ({rotary_dim}) <= head_size = {head_size}",
+            f"{offset} + {rotary_dim}",
+        )
+    if call["do_rotary"] and (rotary_dim == 0 or call.sizes["max_seq_len"] == 0):
+        return expected(
+            "cos_cache", "at least one position and one channel pair", f"shape {call.tensors['cos_cache'].shape}"
+        )
+    return None
+
+
+# ---- placement ---------------------------------------------------------------------------------------------------
+
+
+@rule
+def one_device(call: Call) -> str | None:
+    device = call.tensors["query"].device
+    for name, tensor in call.tensors.items():
+        on_host = name in contract.INPUT_BY_NAME and contract.INPUT_BY_NAME[name].on_host
+        want = "cpu" if on_host else device
+        if tensor.device != want:
+            who = "because it is a host input" if on_host else "the device of query"
+            return expected(name, f"an array on {want}, {who}", f"one on {tensor.device}")
+    return None
+
+
+@rule
+def written_tensors_writeable(call: Call) -> str | None:
+    for name, tensor in call.tensors.items():
+        if name not in ("key_cache", "value_cache", *contract.OUTPUT_BY_NAME):
+            continue
+        if not tensor.writeable:
+            return f"{name}: expected a writeable array, got a read-only one."
+        if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.strides, tensor.shape, strict=True)):
+            return f"{name}: expected elements of their own, got a broadcast view (strides {tensor.strides})."
+    if call.has("value_cache"):
+        key, value = call.tensors["key_cache"], call.tensors["value_cache"]
+        if key.pointer == value.pointer and 0 not in key.shape:
+            return "value_cache: expected memory of its own, got the buffer of key_cache."
+    return None
+
+
+@rule
+def layout_contiguous(call: Call) -> str | None:
+    """NumPy takes any strides. On a GPU rows may be strided but their elements must touch; no tensor is ever copied."""
+    if call.tensors["query"].device == "cpu":
+        return None
+    strided = {"query", "key", "value", "key_cache", "value_cache", "attention_bias"}
+    for name, tensor in call.tensors.items():
+        if name in strided:
+            if tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
+                return expected(
+                    name,
+                    "elements of a row next to each other (last stride 1)",
+                    f"strides {tensor.strides} in elements",
+                )
+            if any(stride < 0 for stride in tensor.strides):
+                return expected(name, "strides >= 0", f"{tensor.strides} in elements")
+        elif not tensor.is_contiguous:
+            return expected(name, "a C-contiguous array", f"strides {tensor.strides} in elements")
+    return None
+
+
+# ---- the problem -------------------------------------------------------------------------------------------------
+
+
+def _problem(call: Call, return_lse: bool, qk_dtype: DType, metadata: tuple[int, ...] | None) -> Problem:
+    sizes = call.sizes
+    query_bound, kv_bound, kv_lower = 0, 0, 0
+    if metadata is not None:
+        for i, bound in enumerate(metadata):
+            if bound < 0:
+                raise InvalidArgumentError(expected(f"attention_metadata[{i}]", "a bound >= 0", bound))
+        query_bound = min(metadata[0], sizes["token_count"])
+        kv_bound = min(metadata[1], sizes["max_blocks_per_sequence"] * sizes["block_size"])
+        kv_lower = metadata[2] if len(metadata) == 3 else 0
+    if qk_dtype not in contract.TYPES["QK"]:
+        raise InvalidArgumentError(expected("qk_dtype", " or ".join(map(str, contract.TYPES["QK"])), qk_dtype))
+    rotary = bool(call["do_rotary"])
+    window = call["local_window_size"]
+    return Problem(
+        token_count=sizes["token_count"],
+        batch_size=sizes["batch_size"],
+        num_heads=sizes["num_heads"],
+        kv_num_heads=sizes["kv_num_heads"],
+        head_size=sizes["head_size"],
+        v_head_size=call.v_head_size,
+        num_blocks=sizes["num_blocks"],
+        block_size=sizes["block_size"],
+        max_blocks_per_sequence=sizes["max_blocks_per_sequence"],
+        io_dtype=next(row for row in contract.TYPES["T"] if row.numpy == call.tensors["query"].dtype),
+        cache_dtype=call.cache_dtype,
+        mode="latent" if call.is_latent else "packed" if call.is_packed else "separate",
+        scale=call["scale"] or 1.0 / math.sqrt(sizes["head_size"]),
+        softcap=call["softcap"],
+        local_window_size=window if window > 0 else -1,
+        is_causal=bool(call["is_causal"]),
+        do_rotary=rotary,
+        rotary_interleaved=rotary and bool(call["rotary_interleaved"]),
+        rotary_offset=call["rotary_offset"] if rotary else 0,
+        rotary_dim=2 * sizes["rotary_half"] if rotary else 0,
+        max_seq_len=sizes["max_seq_len"] if rotary else 0,
+        has_qk_norm=call.has("q_norm_weight"),
+        qk_norm_epsilon=call["qk_norm_epsilon"],
+        k_quant_type=call["k_quant_type"],
+        v_quant_type=call["v_quant_type"],
+        has_slot_mapping=call.has("slot_mapping"),
+        has_head_sink=call.has("head_sink"),
+        has_query_positions=call.has("query_positions"),
+        bias_shape=call.tensors["attention_bias"].shape if call.has("attention_bias") else None,  # type: ignore[arg-type]
+        qk_output=call["qk_output"],
+        qk_dtype=qk_dtype if call["qk_output"] else None,
+        return_lse=return_lse,
+        max_query_len_bound=query_bound,
+        max_kv_len_bound=kv_bound,
+        max_kv_len_lower_bound=kv_lower,
+        device=call.tensors["query"].device,
+    )
+
+
+def check_output_qk_size(problem: Problem, max_context_len: int, limit: int) -> None:
+    """Refuse an output_qk of more than ``limit`` bytes, before anything is allocated or written."""
+    if problem.qk_dtype is None:
+        return
+    size = problem.num_heads * problem.token_count * max_context_len * problem.qk_dtype.bits // 8
+    if size > limit:
+        raise InvalidArgumentError(
+            f"output_qk: expected at most {limit} bytes (max_output_qk_bytes), got {size} for "
+            f"(num_heads, token_count, max_context_len) = ({problem.num_heads}, {problem.token_count}, "
+            f"{max_context_len}) of {problem.qk_dtype}."
+        )
+
+
+# ---- values ------------------------------------------------------------------------------------------------------
+
+
+def check_host_values(values: Mapping[str, Array]) -> None:
+    """Check the values that the contract forbids wherever the host can see them.
+
+    Parameters
+    ----------
+    values : mapping of input name to ndarray
+        Inputs in host memory; absent ones are skipped.
+    """
+    for name in ("k_scale", "v_scale"):
+        if name in values:
+            _require(name, values[name], np.isfinite(values[name]) & (values[name] > 0), "a finite value > 0")
+    if "query_positions" in values:
+        _require("query_positions", values["query_positions"], values["query_positions"] >= 0, "a position >= 0")
+
+
+def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
+    """Check every value that the kernels would have to survive: on request only, because it reads the device.
+
+    Parameters
+    ----------
+    problem : Problem
+    values : mapping of input name to ndarray
+        Host copies of the integer inputs and scales.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Naming the tensor, the index, the value and the allowed range.
+    """
+    check_host_values(values)
+    cu = values["cumulative_sequence_length"].astype(np.int64)
+    past = values["past_seqlens"].astype(np.int64)
+    table = values["block_table"]
+    _require("cumulative_sequence_length", cu, (np.arange(cu.size) > 0) | (cu == 0), "0 as the first entry")
+    _require("cumulative_sequence_length", cu, np.diff(cu, prepend=0) >= 0, "a value not below the one before")
+    _require(
+        "cumulative_sequence_length", cu, cu <= problem.token_count, f"a value <= token_count = {problem.token_count}"
+    )
+    _require("past_seqlens", past, past >= 0, "a value >= 0")
+    q_len = np.diff(cu)
+    kv_len = past + q_len
+    live = q_len > 0
+    _require(
+        "past_seqlens",
+        past,
+        ~live | (kv_len <= problem.capacity),
+        f"past + new tokens <= the block table's capacity {problem.capacity}",
+    )
+    window_start = np.maximum(0, past - problem.local_window_size + 1) if problem.has_window else 0 * past
+    first = window_start // problem.block_size
+    entry = np.arange(table.shape[1])
+    used = live[:, None] & (entry >= first[:, None]) & (entry * problem.block_size < kv_len[:, None])
+    _require(
+        "block_table",
+        table,
+        ~used | ((table >= -1) & (table < problem.num_blocks)),
+        f"-1 or a block id in [0, num_blocks = {problem.num_blocks})",
+    )
+    tokens = int(cu[-1])
+    if "slot_mapping" in values:
+        slots = values["slot_mapping"][:tokens]
+        _require(
+            "slot_mapping",
+            slots,
+            (slots >= -1) & (slots < problem.slot_count),
+            f"-1 or a slot in [0, num_blocks * block_size = {problem.slot_count})",
+        )
+    if problem.do_rotary:
+        if "query_positions" in values:
+            name, positions = "query_positions", values["query_positions"][:tokens]
+        else:
+            name, positions = "past_seqlens", np.where(live, kv_len - 1, 0)
+        _require(
+            name,
+            positions,
+            positions < problem.max_seq_len,
+            f"positions < {problem.max_seq_len}, the rows of cos_cache",
+        )
+    for name, sizes, bound in (
+        ("max_query_len_bound", q_len, problem.max_query_len_bound),
+        ("max_kv_len_bound", kv_len, problem.max_kv_len_bound),
+    ):
+        if bound and sizes.max(initial=0) > bound:
+            raise InvalidArgumentError(expected("attention_metadata", f"{name} >= the batch's {sizes.max()}", bound))
+    if problem.bias_shape is not None:
+        for axis, need, what in ((2, q_len, "new tokens"), (3, kv_len, "context")):
+            if problem.bias_shape[axis] < need.max(initial=0):
+                raise InvalidArgumentError(
+                    expected(
+                        "attention_bias",
+                        f"dimension {axis} >= {need.max()}, the longest {what} of the batch",
+                        problem.bias_shape[axis],
+                    )
+                )
+
+
+def _require(name: str, values: Array, good: Array, allowed: str) -> None:
+    if good.all():
+        return
+    index = tuple(int(i) for i in np.argwhere(~good)[0])
+    where = ", ".join(map(str, index))
+    raise InvalidArgumentError(expected(f"{name}[{where}]", allowed, values[index]))

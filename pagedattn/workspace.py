@@ -1,0 +1,44 @@
+"""Scratch memory: one arena a stream, sized before any capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedattn.errors import PagedAttentionError
+from pagedattn.runtime import Runtime
+
+
+class Arena:
+    """Scratch buffers that live as long as their operator.
+
+    Work on one stream runs in order, so its calls may share a buffer; work on two streams does not, so each stream has
+    its own. A captured graph keeps the address: a buffer that was outgrown stays alive for the graphs that hold it.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, int], tuple[Any, int]] = {}
+        self._outgrown: list[Any] = []
+
+    def reserve(self, runtime: Runtime, size: int) -> int:
+        """Address of at least ``size`` bytes for the current stream of ``runtime``; 0 for none.
+
+        Raises
+        ------
+        PagedAttentionError
+            The stream is capturing and the memory is not there yet.
+        """
+        if size == 0:
+            return 0
+        key = (id(runtime), runtime.stream())
+        buffer, have = self._buffers.get(key, (None, 0))
+        if have < size:
+            if runtime.is_capturing():
+                raise PagedAttentionError(
+                    f"workspace: {size} bytes are needed but {have} were reserved before the capture began; run the "
+                    "same call once on this stream first."
+                )
+            if buffer is not None:
+                self._outgrown.append(buffer)
+            buffer = runtime.allocate(size)
+            self._buffers[key] = (buffer, size)
+        return runtime.address(buffer)
