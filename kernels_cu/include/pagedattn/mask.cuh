@@ -1,7 +1,7 @@
 // Who sees whom, and what happens to a score before softmax.
 //
-// The keys that a token admits are one range [begin, end): causality and the sequence's length bound it above, the window
-// below. What is left to a table is only which blocks inside it are mapped.
+// The keys that a token admits are one range [begin, end): causality, the sequence's length and the bias's width bound it
+// above, the window below. What is left to a table is only which blocks inside it are mapped.
 #pragma once
 
 #include <pagedattn/math.cuh>
@@ -26,9 +26,11 @@ struct KeyRange {
   __device__ bool contains(int key) const { return key >= begin && key < end; }
 };
 
-// Keys that a token at `position` admits in a sequence of `kv_len` keys.
-__device__ __forceinline__ KeyRange admitted_keys(const ScoreRules& rules, int64_t position, int kv_len) {
+// Keys that a token at `position`, the `row`-th new one of its sequence, admits among `kv_len` keys. A bias that is too
+// small for the call leaves out the tokens and keys it has no value for.
+__device__ __forceinline__ KeyRange admitted_keys(const ScoreRules& rules, int64_t position, int row, int kv_len) {
   int64_t end = kv_len;
+  if (rules.attention_bias != nullptr) end = row < rules.bias_rows ? min_of(kv_len, rules.bias_columns) : 0;
   int64_t begin = 0;
   if (rules.is_causal && position + 1 < end) end = position + 1;
   if (rules.local_window_size > 0 && position + 1 - rules.local_window_size > 0) {
@@ -39,10 +41,10 @@ __device__ __forceinline__ KeyRange admitted_keys(const ScoreRules& rules, int64
   return {static_cast<int>(begin), static_cast<int>(end)};
 }
 
-// Start of a token's bias row for one head, or null. `row` is the token's index in its sequence.
+// Start of a token's bias row for one head, or null. `row` is the token's index in its sequence, below bias_rows.
 template <class T>
 __device__ __forceinline__ const T* bias_row_of(const ScoreRules& rules, int sequence, int head, int row) {
-  if (rules.attention_bias == nullptr || row >= rules.bias_rows) return nullptr;
+  if (rules.attention_bias == nullptr) return nullptr;
   return static_cast<const T*>(rules.attention_bias) + sequence * rules.bias_batch_stride + head * rules.bias_head_stride +
          row * rules.bias_row_stride;
 }
@@ -52,10 +54,10 @@ __device__ __forceinline__ bool has_score_rules(const ScoreRules& rules) {
 }
 
 // A dot product q . k times `scale` to the score that enters softmax, in natural-log units: cap first, then bias, so that
-// a bias of -infinity masks. `g_bias` is the row from bias_row_of.
+// a bias of -infinity masks. `g_bias` is the row from bias_row_of; the key is one that the token admits.
 template <class T>
 __device__ __forceinline__ float capped_and_biased(const ScoreRules& rules, float score, const T* g_bias, int key) {
   if (rules.softcap > 0.0f) score = rules.softcap * tanhf(score / rules.softcap);
-  if (g_bias != nullptr && key < rules.bias_columns) score += to_float(g_bias[key]);
+  if (g_bias != nullptr) score += to_float(g_bias[key]);
   return score;
 }

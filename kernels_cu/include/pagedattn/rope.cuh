@@ -31,5 +31,9 @@ __device__ __forceinline__ float rotated(const Rotary& rotary, int64_t table_row
   const float sine = to_float(static_cast<const T*>(rotary.sin_cache)[table_row + pair]);
   const float own = row[channel];
   const float other = row[is_second ? channel - distance : channel + distance];
-  return is_second ? own * cosine + other * sine : own * cosine - other * sine;
+  // Not contracted to a fused multiply-add: the bits are those of the plain formula, and a cache code never depends on
+  // which processor stored it.
+  const float straight = __fmul_rn(own, cosine);
+  const float crossed = __fmul_rn(other, sine);
+  return is_second ? __fadd_rn(straight, crossed) : __fsub_rn(straight, crossed);
 }

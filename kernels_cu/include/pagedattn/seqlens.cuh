@@ -24,17 +24,16 @@ struct Sequence {
   __device__ bool is_active() const { return q_len > 0; }
 };
 
-// The lengths of one sequence. A negative past, or tokens outside [0, token_count), make it inactive.
+// The lengths of one sequence. Offsets are clipped to the rows there are; a negative past makes it inactive.
 __device__ __forceinline__ Sequence read_sequence(const SequenceTable& table, int index, int64_t capacity) {
   Sequence s;
   s.index = index;
-  s.begin = table.cumulative_sequence_length[index];
-  const int end = table.cumulative_sequence_length[index + 1];
+  s.begin = max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
+  const int end = max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index + 1]));
   s.past = table.past_seqlens[index];
-  const bool sane = s.begin >= 0 && s.begin < end && end <= table.token_count && s.past >= 0;
-  s.q_len = sane ? end - s.begin : 0;
+  s.q_len = s.past >= 0 && s.begin < end ? end - s.begin : 0;
   const int64_t kv_len = static_cast<int64_t>(s.past) + s.q_len;
-  s.kv_len = sane ? static_cast<int>(kv_len < capacity ? kv_len : capacity) : 0;
+  s.kv_len = s.q_len == 0 ? 0 : static_cast<int>(kv_len < capacity ? kv_len : capacity);
   return s;
 }
 

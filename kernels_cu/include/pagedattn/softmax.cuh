@@ -26,7 +26,7 @@ struct SoftmaxState {
 
 // Base-2 logarithm of the sum of exp2(score): -infinity for an empty row.
 __device__ __forceinline__ float lse_of(const SoftmaxState& state) {
-  return state.row_sum > 0.0f || is_nan(state.row_sum) ? state.row_max + log2f(state.row_sum) : negative_infinity();
+  return state.row_sum != 0.0f ? state.row_max + log2f(state.row_sum) : negative_infinity();
 }
 
 struct SoftmaxResult {
@@ -36,7 +36,7 @@ struct SoftmaxResult {
 
 // `sink_log2` is the head's sink times log2(e), or -infinity: an extra logit in the denominator only.
 __device__ __forceinline__ SoftmaxResult finalize(const SoftmaxState& state, float sink_log2) {
-  if (state.row_max == negative_infinity()) return {0.0f, negative_infinity()};
+  if (state.row_sum == 0.0f) return {0.0f, negative_infinity()};
   const float top = fmaxf(state.row_max, sink_log2);
   const float factor = exp2f(state.row_max - top);
   const float denominator = state.row_sum * factor + exp2f(sink_log2 - top);
