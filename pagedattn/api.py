@@ -216,6 +216,11 @@ class PagedAttention:
                 max_output_qk_bytes=self.max_output_qk_bytes,
             )
             runtime = runtime_of(problem.device)
+            if runtime.is_capturing():
+                raise PagedAttentionError(
+                    "graph capture: a call of this kind was not run before the capture began, so its kernels may not "
+                    "be loaded; run the same call once on this stream first."
+                )
             choice = select(problem, runtime.arch, backend)
             with runtime.active():
                 plan = _planner(choice.row)(problem, runtime.executor)
@@ -280,7 +285,7 @@ class PagedAttention:
             tensors["output"] = adapters.get("output", adapters["query"]).to_numpy(results["output"])
             plan.run(tensors, None)
             return
-        with runtime.active():
+        with runtime.active(), adapters["query"].stream(arrays["query"]):
             workspace = self._arena.reserve(runtime, plan.workspace_bytes)
             described, _ = _describe(results)
             plan.run({**infos, **described}, workspace)

@@ -7,6 +7,7 @@ a view of it. The CUDA backends need no array library, only the pointers and str
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -14,9 +15,13 @@ import numpy as np
 
 from pagedattn.dtypes import BY_NAME, FLOAT8E4M3FN, DType
 from pagedattn.errors import InvalidArgumentError
+from pagedattn.jit import cuda
 from pagedattn.problem import TensorInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Adapter(Protocol):
@@ -31,8 +36,18 @@ class Adapter(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: DType, like: Any) -> Any:
         """A new array on the device of ``like``."""
 
+    def stream(self, x: Any) -> AbstractContextManager[Any]:
+        """Make the library's current stream of the array's device CuPy's, for the time of a call."""
 
-class NumpyAdapter:
+
+class CurrentStream:
+    """Libraries whose current stream is CuPy's, or that have none."""
+
+    def stream(self, x: Any) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+
+class NumpyAdapter(CurrentStream):
     """numpy.ndarray; bfloat16 and float8 through ml_dtypes."""
 
     def describe(self, x: Array) -> TensorInfo:
@@ -84,8 +99,11 @@ class Float8Adapter:
     def empty(self, shape: tuple[int, ...], dtype: DType, like: Float8View) -> Any:
         return adapter_of("array", like.array).empty(shape, dtype, like.array)
 
+    def stream(self, x: Float8View) -> AbstractContextManager[Any]:
+        return adapter_of("array", x.array).stream(x.array)
 
-class CupyAdapter:
+
+class CupyAdapter(CurrentStream):
     """cupy.ndarray."""
 
     def describe(self, x: Any) -> TensorInfo:
@@ -98,10 +116,8 @@ class CupyAdapter:
         return x.get()  # type: ignore[no-any-return]
 
     def empty(self, shape: tuple[int, ...], dtype: DType, like: Any) -> Any:
-        import cupy
-
         with like.device:
-            return cupy.empty(shape, dtype.numpy)
+            return cuda.cupy().empty(shape, dtype.numpy)
 
 
 class TorchAdapter:
@@ -145,6 +161,16 @@ class TorchAdapter:
         import torch
 
         return torch.empty(shape, dtype=getattr(torch, self.TORCH_NAMES[dtype.name]), device=like.device)
+
+    def stream(self, x: Any) -> AbstractContextManager[Any]:
+        if x.device.type == "cpu":
+            return _NOTHING
+        import torch
+
+        stream: AbstractContextManager[Any] = cuda.cupy().cuda.ExternalStream(
+            torch.cuda.current_stream(x.device).cuda_stream, x.device.index
+        )
+        return stream
 
 
 NUMPY = NumpyAdapter()
@@ -194,15 +220,11 @@ def import_foreign(name: str, x: Any) -> Any:
         return x
     except InvalidArgumentError:
         if hasattr(x, "__cuda_array_interface__"):
-            import cupy
-
-            return cupy.asarray(x)
+            return cuda.cupy().asarray(x)
         if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
             if x.__dlpack_device__()[0] == 1:
                 return np.from_dlpack(x)
-            import cupy
-
-            return cupy.from_dlpack(x)
+            return cuda.cupy().from_dlpack(x)
         raise
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
-from pagedattn.errors import UnsupportedError
+from pagedattn.jit import cuda
+from pagedattn.jit.launch import Executor, cuda_executor
 
 
 class Runtime(Protocol):
@@ -23,7 +25,7 @@ class Runtime(Protocol):
     def arch(self) -> int: ...
 
     @property
-    def executor(self) -> Any: ...
+    def executor(self) -> Executor[Any] | None: ...
 
     def stream(self) -> int:
         """Identity of the stream that work is issued to."""
@@ -32,13 +34,16 @@ class Runtime(Protocol):
         """Whether that stream records a graph, so that nothing may be allocated, read back or compiled."""
 
     def allocate(self, size: int) -> Any:
-        """Uninitialised device memory of ``size`` bytes."""
+        """Uninitialised device memory of ``size`` bytes, aligned to 256."""
 
     def address(self, buffer: Any) -> int:
         """Address of what `allocate` returned."""
 
     def active(self) -> AbstractContextManager[Any]:
         """Make the device current; the one before is restored at exit."""
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class HostRuntime:
@@ -60,7 +65,39 @@ class HostRuntime:
         return 0
 
     def active(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return _NOTHING
+
+
+class CudaRuntime:
+    """One GPU through CuPy: its memory pool, and the calling thread's current stream."""
+
+    def __init__(self, device_id: int) -> None:
+        cuda.require_device()
+        self._cupy = cuda.cupy()
+        self._id = device_id
+        self._device = self._cupy.cuda.Device(device_id)
+        self._current_device = self._cupy.cuda.runtime.getDevice
+        self._current_stream = self._cupy.cuda.get_current_stream
+        self.arch = int(self._device.compute_capability)
+        self.executor: Executor[Any] = cuda_executor(device_id)
+
+    def stream(self) -> int:
+        return int(self._current_stream().ptr)
+
+    def is_capturing(self) -> bool:
+        return bool(self._current_stream().is_capturing())
+
+    def allocate(self, size: int) -> Any:
+        return self._cupy.cuda.alloc(size)
+
+    def address(self, buffer: Any) -> int:
+        return int(buffer.ptr)
+
+    def active(self) -> AbstractContextManager[Any]:
+        if self._current_device() == self._id:
+            return _NOTHING
+        device: AbstractContextManager[Any] = self._device
+        return device
 
 
 HOST = HostRuntime()
@@ -68,13 +105,16 @@ HOST = HostRuntime()
 emulator: Runtime | None = None
 
 
+@cache
+def cuda_runtime(device_id: int) -> CudaRuntime:
+    """Runtime of a GPU, made once."""
+    return CudaRuntime(device_id)
+
+
 def runtime_of(device: str) -> Runtime:
-    """Runtime of a device by its name, "cpu", "cuda:N", or "emulated" for the one the tests installed."""
+    """Runtime of a device by its name: "cpu", "cuda:N", or "emulated" for the one the tests installed."""
     if device == "cpu":
         return HOST
-    if device == "emulated":
-        assert emulator is not None
+    if device == "emulated" and emulator is not None:
         return emulator
-    raise UnsupportedError(
-        f"device: expected arrays in host memory, got arrays on {device}; no CUDA backend is installed."
-    )
+    return cuda_runtime(int(device.removeprefix("cuda:")))

@@ -1,0 +1,77 @@
+"""What every CUDA backend does first: rotate the query, and store the new keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagedattn.backends import arguments
+from pagedattn.backends.arguments import Tensors
+from pagedattn.jit.launch import Executor, Function
+from pagedattn.kernels import write_cache
+from pagedattn.problem import Problem
+
+
+class Rows(NamedTuple):
+    """Query rows that attention reads: their address, and elements from one token to the next."""
+
+    pointer: int
+    stride: int
+
+
+class Prologue:
+    """The `write_cache` kernel for one problem.
+
+    Attributes
+    ----------
+    workspace_bytes : int
+        Room for the rotated query; 0 when attention can read the caller's.
+    """
+
+    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
+        p = self.problem = problem
+        self.executor = executor
+        self.spec = write_cache.WriteCacheSpec(io=p.io_dtype, cache=p.cache_dtype, head_size=p.head_size)
+        self.function = executor.load(write_cache.KERNEL, self.spec)
+        self.rewrites_query = p.do_rotary or p.has_qk_norm
+        self.workspace_bytes = p.token_count * p.num_heads * p.head_size * p.io_dtype.bits // 8 * self.rewrites_query
+        rows = p.num_heads * self.rewrites_query + p.kv_num_heads * (1 if p.is_latent else 2)
+        self.row_chunks = write_cache.row_chunks(self.spec, p.token_count, rows) if p.token_count else 1
+
+    def run(self, tensors: Tensors, workspace: int) -> Rows:
+        """Launch it; returns the query rows that attention shall read."""
+        p = self.problem
+        query = tensors["query"]
+        if p.is_packed:
+            item = p.io_dtype.bits // 8
+            key_pointer = query.pointer + p.num_heads * p.head_size * item
+            value_pointer: int | None = key_pointer + p.kv_num_heads * p.head_size * item
+            key_stride = value_stride = query.strides[0]
+        else:
+            key_pointer, key_stride = tensors["key"].pointer, tensors["key"].strides[0]
+            value_pointer = arguments.pointer(tensors, "value")
+            value_stride = tensors["value"].strides[0] if value_pointer is not None else 0
+        packed = write_cache.PARAMS.pack(
+            query=query.pointer,
+            key=key_pointer,
+            value=value_pointer,
+            query_stride=query.strides[0],
+            key_stride=key_stride,
+            value_stride=value_stride,
+            query_out=workspace if self.rewrites_query else None,
+            q_norm_weight=arguments.pointer(tensors, "q_norm_weight"),
+            k_norm_weight=arguments.pointer(tensors, "k_norm_weight"),
+            slot_mapping=arguments.pointer(tensors, "slot_mapping"),
+            sequences=arguments.sequence_table(p, tensors),
+            blocks=arguments.block_table(p, tensors),
+            key_cache=arguments.kv_cache(p, tensors, "key_cache"),
+            value_cache=arguments.kv_cache(p, tensors, "value_cache"),
+            rotary=arguments.rotary(p, tensors),
+            num_heads=p.num_heads,
+            kv_num_heads=p.kv_num_heads,
+            row_chunks=self.row_chunks,
+            qk_norm_epsilon=p.qk_norm_epsilon,
+        )
+        write_cache.launch(self.executor, self.function, self.spec, p.token_count, self.row_chunks, packed)
+        if self.rewrites_query:
+            return Rows(workspace, p.num_heads * p.head_size)
+        return Rows(query.pointer, query.strides[0])
