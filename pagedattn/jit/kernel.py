@@ -58,7 +58,7 @@ class Kernel(Generic[S]):
         return f"{self.stem}<{spec.cpp()}>"
 
     def translation_unit(self, spec: S, sources: Sources) -> str:
-        """Text that is compiled: the ``.cu``, the checks of its Params and one explicit instantiation.
+        """Text that is compiled: the ``.cu``, the checks of Spec and Params, and one explicit instantiation.
 
         The first line holds the digest of the ``.cu`` and of every header of ours that it reaches, so equal text means
         equal code.
@@ -67,6 +67,8 @@ class Kernel(Generic[S]):
             f"// {sources.digest(self.stem)}\n"
             f'#line 1 "kernels/{self.stem}.cu"\n'
             f"{sources.kernel(self.stem)}\n"
+            f'#line 1 "{self.stem}.spec"\n'
+            f"{self.spec_type.field_check()}"
             f'#line 1 "{self.stem}.params"\n'
             f"{self.params.static_asserts()}"
             f'#line 1 "{self.stem}.instance"\n'

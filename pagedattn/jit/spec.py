@@ -10,7 +10,8 @@
 
     DecodeSpec(BFLOAT16, 128, True).cpp()   # DecodeSpec{.io = DType::bf16, .head_size = 128, .has_window = true}
 
-Fields have the C++ struct's names and order; designated initializers make any drift a compile error.
+Fields have the C++ struct's names and order. Designated initializers make another name or order a compile error, and
+:meth:`Spec.field_check` a field that only C++ has, which would be zero in silence.
 """
 
 from __future__ import annotations
@@ -31,6 +32,19 @@ class Spec:
         """Text of the C++ template argument: ``Name{.field = value, ...}``."""
         fields = ", ".join(f".{name} = {_cpp(name, value)}" for name, value in self._items())
         return f"{type(self).__name__}{{{fields}}}"
+
+    @classmethod
+    def field_check(cls) -> str:
+        """C++ text that compiles only if the struct has as many fields as this class."""
+        names = ", ".join(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+        if not names:
+            return f'static_assert(sizeof({cls.__name__}) == 1, "{cls.__name__}: no fields in Python");\n'
+        return (
+            f"constexpr bool pagedattn_has_the_fields_of_python({cls.__name__} spec) {{\n"
+            f"  [[maybe_unused]] const auto [{names}] = spec;\n"
+            f"  return true;\n"
+            f"}}\n"
+        )
 
     def __str__(self) -> str:
         """Short form for test ids and logs: ``io=bf16,head_size=128,has_window=1``."""

@@ -1,0 +1,197 @@
+"""The CUDA executor over a fake driver: devices, streams, limits and what is done once."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from pagedattn import dtypes
+from pagedattn.errors import UnsupportedError
+from pagedattn.jit import cuda, launch
+from pagedattn.jit.disk_cache import Binary
+from pagedattn.jit.kernel import Kernel
+from pagedattn.jit.launch import CudaExecutor
+from tests.support.tiny_kernel import KERNEL, PARAMS, TinySpec
+
+SPEC = TinySpec(dtypes.FLOAT16, 64, False)
+HUGE = Kernel("tiny", TinySpec, PARAMS, lambda _: 128, lambda spec: spec.width * 1024)
+
+
+class FakeApi(cuda.Api):
+    """A driver that notes the calls; the current device is per thread, as CUDA's is."""
+
+    def __init__(self):
+        self.calls = []
+        self._thread = threading.local()
+        self._current_stream = lambda: type("Stream", (), {"ptr": 100 + self.current})
+        self._get_device = lambda: self.current
+        self._launch = self._note_launch
+
+    @property
+    def current(self):
+        return getattr(self._thread, "device", 0)
+
+    @contextmanager
+    def device(self, device_id):
+        previous, self._thread.device = self.current, device_id
+        yield
+        self._thread.device = previous
+
+    def capability(self, device_id):
+        return (9, 0) if device_id == 0 else (8, 0)
+
+    def max_shared_bytes(self, device_id):
+        return 232448
+
+    def load(self, cubin, entry):
+        self.calls.append(("load", self.current, entry))
+        return object(), len(self.calls)
+
+    def allow_shared_bytes(self, function, size):
+        self.calls.append(("allow", self.current, size))
+
+    def _note_launch(self, function, x, y, z, bx, by, bz, shared, stream, params, extra):
+        address = ctypes.c_void_p.from_address(params).value
+        self.calls.append(
+            (
+                "launch",
+                self.current,
+                function,
+                (x, y, z),
+                (bx, by, bz),
+                shared,
+                stream,
+                ctypes.string_at(address, PARAMS.size),
+            )
+        )
+
+
+class FakeCompiler:
+    def __init__(self):
+        self.compiled = []
+
+    def compile(self, kernel, spec, arch):
+        self.compiled.append((kernel, spec, arch))
+        return Binary(b"cubin", f"{spec}@{arch}")
+
+    def compile_many(self, items, arch, jobs):
+        for kernel, spec in items:
+            self.compile(kernel, spec, arch)
+
+
+@pytest.fixture
+def api(monkeypatch):
+    fake = FakeApi()
+    monkeypatch.setattr(cuda, "Api", lambda: fake)
+    monkeypatch.setattr(cuda, "require_device", lambda: None)
+    monkeypatch.setattr(cuda, "nvrtc", lambda: type("Nvrtc", (), {"archs": (80, 90)}))
+    return fake
+
+
+def packed(n=1):
+    return PARAMS.pack(out=8, rows=bytes(24), n=n, factor=1)
+
+
+def test_each_device_compiles_for_its_own_architecture(api):
+    assert [CudaExecutor(device, FakeCompiler()).arch for device in (0, 1)] == ["sm_90a", "sm_80"]
+
+
+def test_loads_once(api):
+    compiler = FakeCompiler()
+    executor = CudaExecutor(0, compiler)
+    functions = []
+    threads = [threading.Thread(target=lambda: functions.append(executor.load(KERNEL, SPEC))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, functions))) == 1
+    assert api.calls == [("load", 0, f"{SPEC}@sm_90a")]
+
+
+def test_launch_passes_everything_on(api):
+    executor = CudaExecutor(0, FakeCompiler())
+    function = executor.load(KERNEL, SPEC)
+    executor.launch(function, (5, 4, 3), 128, 256, packed(7))
+    assert api.calls[-1] == ("launch", 0, function.pointer, (5, 4, 3), (128, 1, 1), 256, 100, packed(7))
+
+
+def test_the_device_of_the_executor_is_used_and_the_caller_s_restored(api):
+    executors = [CudaExecutor(device, FakeCompiler()) for device in (0, 1)]
+    functions = [executor.load(KERNEL, SPEC) for executor in executors]
+    assert [call[:2] for call in api.calls] == [("load", 0), ("load", 1)]
+    for turn in range(20):
+        device = turn % 2
+        executors[device].launch(functions[device], (1, 1, 1), 32, 0, packed())
+        name, at, *_, stream, _ = api.calls[-1]
+        assert (name, at, stream) == ("launch", device, 100 + device)
+        assert api.current == 0
+
+
+def test_shared_memory_is_asked_for_once_a_device_and_only_above_the_default(api):
+    executor = CudaExecutor(1, FakeCompiler())
+    for width in (48, 49, 49, 227):
+        executor.load(HUGE, TinySpec(dtypes.FLOAT16, width, False))
+    assert [call for call in api.calls if call[0] == "allow"] == [("allow", 1, 49 * 1024), ("allow", 1, 227 * 1024)]
+    with pytest.raises(
+        UnsupportedError, match=r"tiny<TinySpec.*needs 233472 bytes of shared memory.*device 1 has 232448"
+    ):
+        executor.load(HUGE, TinySpec(dtypes.FLOAT16, 228, False))
+
+
+@pytest.mark.parametrize("grid", [(2**31, 1, 1), (1, 65536, 1), (1, 1, 65536), (-1, 1, 1)])
+def test_a_grid_beyond_the_limits_is_refused(api, grid):
+    executor = CudaExecutor(0, FakeCompiler())
+    function = executor.load(KERNEL, SPEC)
+    with pytest.raises(UnsupportedError, match=r"tiny<.*the grid \(.*beyond the limits \(2147483647, 65535, 65535\)"):
+        executor.launch(function, grid, 128, 0, packed())
+    assert api.calls[-1][0] == "load"
+
+
+@pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_an_empty_grid_launches_nothing(api, grid):
+    executor = CudaExecutor(0, FakeCompiler())
+    executor.launch(executor.load(KERNEL, SPEC), grid, 128, 0, packed())
+    assert api.calls[-1][0] == "load"
+
+
+def test_the_largest_grid_passes(api):
+    executor = CudaExecutor(0, FakeCompiler())
+    executor.launch(executor.load(KERNEL, SPEC), launch.MAX_GRID, 128, 0, packed())
+    assert api.calls[-1][3] == launch.MAX_GRID
+
+
+def test_parameters_beyond_the_limit_are_refused(api):
+    executor = CudaExecutor(0, FakeCompiler())
+    with pytest.raises(ValueError, match="5000 bytes of parameters"):
+        executor.launch(executor.load(KERNEL, SPEC), (1, 1, 1), 128, 0, bytes(5000))
+
+
+def test_threads_do_not_share_parameters(api):
+    executor = CudaExecutor(0, FakeCompiler())
+    function = executor.load(KERNEL, SPEC)
+
+    def run(n):
+        for _ in range(200):
+            executor.launch(function, (n, 1, 1), 128, 0, packed(n))
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    launches = [call for call in api.calls if call[0] == "launch"]
+    assert len(launches) == 600
+    assert all(call[-1] == packed(call[3][0]) for call in launches)
+
+
+def test_compile_many_loads_all(api):
+    compiler = FakeCompiler()
+    executor = CudaExecutor(1, compiler)
+    specs = [TinySpec(dtypes.FLOAT16, width, False) for width in (16, 32)]
+    executor.compile_many(((KERNEL, spec) for spec in specs), jobs=2)
+    assert [call[:2] for call in api.calls] == [("load", 1)] * 2
+    assert {arch for _, _, arch in compiler.compiled} == {"sm_80"}
