@@ -1,0 +1,272 @@
+"""EmulatorExecutor: the kernels' own sources, compiled by g++ and run on the CPU.
+
+::
+
+    executor = EmulatorExecutor()
+    function = executor.load(KERNEL, spec)
+    query = executor.upload(array)                     # between guard pages
+    executor.launch(function, grid, threads, shared_bytes, PARAMS.pack(query=executor.pointer(query), ...))
+
+A kernel's fault is an :class:`EmulatorError` that names the place in the source. Environment:
+
+EMULATOR_SEED       order of threads and CTAs: 0 ascending, 1 descending, above that shuffled
+EMULATOR_WORKERS    CTAs that run at once; default the number of cores
+EMULATOR_SECONDS    time limit of a launch; default 120
+EMULATOR_MODE       plain, debug (-O0, for gdb) or sanitize (see tests/emulator/sanitize.py)
+EMULATOR_CACHE_DIR  where compiled kernels are kept
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagedattn.errors import CompileError, UnsupportedError
+from pagedattn.jit.sources import default_sources
+
+from . import memory, toolchain
+
+if TYPE_CHECKING:
+    from pagedattn.jit.kernel import Kernel
+    from pagedattn.jit.params import Layout
+    from pagedattn.jit.sources import Sources
+    from pagedattn.jit.spec import Spec
+
+
+class EmulatorError(RuntimeError):
+    """A kernel did what it must not; the message says what, which thread, and where in the source."""
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A loaded kernel."""
+
+    name: str
+    params: Layout
+    library: ctypes.CDLL
+    entry: int
+
+
+class _Launch(ctypes.Structure):  # EmulatorLaunch in runtime.cpp
+    _fields_ = [
+        ("entry", ctypes.c_void_p),
+        ("params", ctypes.c_char_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("workers", ctypes.c_uint32),
+        ("seconds", ctypes.c_double),
+    ]
+
+
+class EmulatorExecutor:
+    """Executor (see :mod:`pagedattn.jit.launch`) that runs kernels on the CPU.
+
+    Parameters
+    ----------
+    sources : Sources, optional
+        Where the ``.cu`` files are; the package's own by default.
+    mode : str, optional
+        ``plain``, ``debug`` or ``sanitize``; by default EMULATOR_MODE, else plain.
+    seed, workers, seconds : optional
+        As the environment variables of the same names.
+    """
+
+    # What the kernels may use here: everything of sm_80, nothing of wgmma, TMA and clusters.
+    arch = "sm_80"
+
+    def __init__(
+        self,
+        sources: Sources | None = None,
+        mode: str | None = None,
+        seed: int | None = None,
+        workers: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        self.sources = default_sources() if sources is None else sources
+        self.mode = mode or os.environ.get("EMULATOR_MODE", "plain")
+        self.seed = int(os.environ.get("EMULATOR_SEED", "0")) if seed is None else seed
+        self.workers = int(os.environ.get("EMULATOR_WORKERS", os.cpu_count() or 1)) if workers is None else workers
+        self.seconds = float(os.environ.get("EMULATOR_SECONDS", "120")) if seconds is None else seconds
+        if self.mode == "sanitize":
+            if getattr(ctypes.CDLL(None), "__asan_poison_memory_region", None) is None:
+                raise EmulatorError("the sanitize mode needs a process with libasan: run python -m tests.emulator.sanitize")
+            self.workers = 1  # static shared memory is one global there
+        self._toolchain = toolchain.find(self.mode)
+        self._functions: dict[tuple[Kernel[Any], Spec], Function] = {}
+        self._runtime: ctypes.CDLL | None = None
+
+    # ---- the Executor protocol
+
+    def load(self, kernel: Kernel[Any], spec: Spec) -> Function:
+        """Compile and load a kernel for a Spec, or find it loaded."""
+        key = (kernel, spec)
+        if key not in self._functions:
+            path = self._compile(kernel, spec)
+            self._load_runtime()
+            library = ctypes.CDLL(str(path))
+            entry = ctypes.cast(library.emulator_entry, ctypes.c_void_p).value or 0
+            self._functions[key] = Function(kernel.expression(spec), kernel.params, library, entry)
+        return self._functions[key]
+
+    def launch(
+        self, function: Function, grid: tuple[int, int, int], block: int, shared_bytes: int, params: bytes
+    ) -> None:
+        """Run a kernel to its end."""
+        if min(grid) == 0:
+            return
+        x, y, z = grid
+        if max(y, z) > 65535 or x > 2**31 - 1 or x * y * z > 2**32 - 1:
+            raise EmulatorError(f"{function.name}: grid {grid} is larger than a device's (2^31 - 1, 65535, 65535)")
+        if not 0 < block <= 1024:
+            raise EmulatorError(f"{function.name}: a CTA of {block} threads; a device has 1 to 1024")
+        if len(params) != function.params.size:
+            raise EmulatorError(f"{function.name}: {len(params)} bytes of params, expected {function.params.size}")
+        request = _Launch(
+            function.entry,
+            params,
+            (ctypes.c_uint32 * 3)(*grid),
+            (ctypes.c_uint32 * 3)(block, 1, 1),
+            shared_bytes,
+            self.seed,
+            self.workers,
+            self.seconds,
+        )
+        text = ctypes.create_string_buffer(1 << 16)
+        address = ctypes.c_void_p()
+        reports = _SanitizerReports() if self.mode == "sanitize" else None
+        failed = self._load_runtime().emulator_launch(
+            ctypes.byref(request), text, ctypes.c_uint64(len(text)), ctypes.byref(address)
+        )
+        found = reports.read() if reports else ""
+        if found:
+            raise EmulatorError(f"{function.name}:\n{found}")
+        if failed:
+            raise EmulatorError(self._explain(function, text.value.decode(errors="replace"), address.value, params))
+        if damage := memory.damage():
+            raise EmulatorError(f"{function.name}: {damage}")
+
+    # ---- memory of the device
+
+    empty = staticmethod(memory.empty)
+    zeros = staticmethod(memory.zeros)
+    upload = staticmethod(memory.upload)
+    download = staticmethod(memory.download)
+    pointer = staticmethod(memory.pointer)
+
+    # ---- ours
+
+    def compile_all(self, kernels: Iterable[tuple[Kernel[Any], Spec]]) -> None:
+        """Compile several kernels at once, to load them quickly later."""
+        kernels = list(kernels)
+        if kernels:
+            self._toolchain.prelude, self._toolchain.runtime  # noqa: B018  (built once, before the rest)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda pair: self._compile(*pair), kernels))
+
+    def _compile(self, kernel: Kernel[Any], spec: Spec) -> Path:
+        if kernel.archs is not None:
+            raise UnsupportedError(f"{kernel.stem}: needs {', '.join(kernel.archs)}, which the emulator does not have")
+        expression = kernel.expression(spec)
+        text = (
+            f"{kernel.translation_unit(spec, self.sources)}"
+            f'#line 1 "{kernel.stem}.entry"\n'
+            f'extern "C" EMULATOR_API void emulator_entry(const void* params) {{\n'
+            f"  {expression}(*static_cast<const {kernel.params.name}*>(params));\n"
+            f"}}\n"
+        )
+        try:
+            return self._toolchain.kernel(kernel.stem, text, self.sources.include_dir, self.sources.root)
+        except toolchain.BuildError as error:
+            raise CompileError(kernel.stem, str(spec), self.arch, str(error), str(self._toolchain.cache)) from None
+
+    def _load_runtime(self) -> ctypes.CDLL:
+        if self._runtime is None:
+            self._runtime = ctypes.CDLL(str(self._toolchain.runtime), mode=ctypes.RTLD_GLOBAL)
+        return self._runtime
+
+    def _explain(self, function: Function, text: str, address: int | None, params: bytes) -> str:
+        lines = text.splitlines()
+        if address is not None:
+            lines[0] += self._whose(function, address, params)
+        frames = [line.split()[1:] for line in lines if line.startswith("  frame ")]
+        kept = [line for line in lines if not line.startswith("  frame ")]
+        return "\n".join([f"{function.name}: {kept[0]}", *kept[1:], *_source_lines(function, frames)])
+
+    def _whose(self, function: Function, address: int, params: bytes) -> str:
+        near = memory.nearest(address)
+        if near is None:
+            return ", near no buffer of the launch"
+        block, offset = near
+        names = [
+            name
+            for name, value in _pointers(np.frombuffer(params, function.params.numpy)[0])
+            if block.start <= value <= block.start + block.nbytes and value
+        ]
+        where = f"{-offset} bytes before" if offset < 0 else f"{offset - block.nbytes} bytes past the end of"
+        if 0 <= offset < block.nbytes:
+            where = f"{offset} bytes into"
+        return f", {where} the {block.nbytes}-byte buffer of {' and '.join(names) or 'no parameter'}"
+
+
+class _SanitizerReports:
+    """Reports of the sanitizers during one launch: both runtimes write to a file of ours instead of stderr."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()
+        for runtime in _sanitizers():
+            runtime.__sanitizer_set_report_fd(ctypes.c_void_p(self._file.fileno()))
+
+    def read(self) -> str:
+        for runtime in _sanitizers():
+            runtime.__sanitizer_set_report_fd(ctypes.c_void_p(2))
+        self._file.seek(0)
+        text = self._file.read().decode(errors="replace")
+        self._file.close()
+        return text
+
+
+def _sanitizers() -> list[ctypes.CDLL]:
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "san.so" in line}
+    return [ctypes.CDLL(path) for path in sorted(mapped)]
+
+
+def _pointers(record: Any, prefix: str = "") -> list[tuple[str, int]]:
+    """Names and values of the pointers in a packed Params."""
+    found = []
+    for name in record.dtype.names:
+        value, kind = record[name], record.dtype[name]
+        if kind.names:
+            found += _pointers(value, f"{prefix}{name}.")
+        elif kind == np.uint64:
+            found.append((prefix + name, int(value)))
+    return found
+
+
+def _source_lines(function: Function, frames: list[list[str]]) -> list[str]:
+    """Turn frames inside the kernel into "  function at file:line", inlined calls included."""
+    offsets = [f"{int(offset, 16) - 1:#x}" for path, offset in frames if path == function.library._name]
+    if not offsets:
+        return []
+    command = ["addr2line", "-Cfipe", function.library._name, *offsets]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return [f"  {function.library._name} {offset}" for offset in offsets]
+    lines = []
+    for line in output.splitlines():
+        if "emulator_entry" in line or "/emulator/" in line:
+            continue
+        lines.append("  " + re.sub(r"^ ?\(inlined by\) ", "", line.strip()))
+    return lines

@@ -1,0 +1,140 @@
+"""Memory that kernels see: NumPy arrays between pages that nobody may touch.
+
+A buffer ends where its last page ends, so that the first byte past it faults. What is left between the buffer and its
+guards (before it, and up to 15 bytes behind it) holds a pattern that is compared after each launch, and is poisoned for
+AddressSanitizer when that runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import weakref
+from typing import Any
+
+import numpy as np
+
+_PAGE = mmap.PAGESIZE
+_PATTERN = 0xA5
+_POISON = 0xFF  # NaN in every float type, -1 in every integer type
+_process = ctypes.CDLL(None)
+_process.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Block(mmap.mmap):
+    """Pages around one buffer. The arrays on it keep it alive."""
+
+    start: int
+    nbytes: int
+
+    @classmethod
+    def allocate(cls, nbytes: int) -> Block:
+        body = max(_PAGE, _round_up(nbytes, _PAGE))
+        block = cls(-1, body + 2 * _PAGE)
+        pages = np.frombuffer(block, np.uint8)
+        first = pages.ctypes.data
+        alignment = 256
+        while alignment > 16 and nbytes % alignment:
+            alignment //= 2
+        offset = _PAGE + body - _round_up(nbytes, alignment)
+        block.start, block.nbytes = first + offset, nbytes
+        block._gaps = (slice(_PAGE, offset), slice(offset + nbytes, _PAGE + body))
+        _sanitizer("unpoison", first, len(block))
+        for gap in block._gaps:
+            pages[gap] = _PATTERN
+            _sanitizer("poison", first + gap.start, gap.stop - gap.start)
+        for guard in (first, first + _PAGE + body):
+            if _process.mprotect(guard, _PAGE, 0):
+                raise MemoryError("mprotect failed")
+        _blocks[block.start] = block
+        return block
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        offset = self._gaps[1].start - self.nbytes
+        return np.frombuffer(self, np.uint8, self.nbytes, offset).view(dtype).reshape(shape)
+
+    def damage(self) -> str | None:
+        """What a kernel wrote around the buffer, or None."""
+        pages = np.frombuffer(self, np.uint8)
+        for gap, side in zip(self._gaps, ("before", "past the end of"), strict=True):
+            wrong = np.flatnonzero(pages[gap] != _PATTERN)
+            if wrong.size:
+                distance = gap.stop - gap.start - int(wrong[-1]) if side == "before" else int(wrong[0])
+                pages[gap] = _PATTERN
+                return f"write {distance} bytes {side} the {self.nbytes}-byte buffer at {self.start:#x}"
+        return None
+
+
+_blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+
+
+def empty(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Array in guarded memory, every byte 0xFF."""
+    return _new(shape, dtype, _POISON)
+
+
+def zeros(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Array of zeros in guarded memory."""
+    return _new(shape, dtype, 0)
+
+
+def upload(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copy an array into guarded memory, with the same strides; bytes between its elements come along."""
+    low, high = np.lib.array_utils.byte_bounds(array) if array.size else (0, 0)
+    block = Block.allocate(high - low)
+    if high > low:
+        ctypes.memmove(block.start, low, high - low)
+    whole = block.array((high - low,), np.dtype(np.uint8))
+    origin = array.__array_interface__["data"][0] - low if array.size else 0
+    return np.ndarray(array.shape, array.dtype, whole, origin, array.strides)
+
+
+def download(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
+    """Copy what :func:`upload` made of ``target`` back over it, the bytes between its elements included."""
+    if source.size:
+        low, high = np.lib.array_utils.byte_bounds(source)
+        ctypes.memmove(np.lib.array_utils.byte_bounds(target)[0], low, high - low)
+
+
+def pointer(array: np.ndarray[Any, Any] | None) -> int:
+    """Address of an array's first element; 0 for None."""
+    return 0 if array is None else int(array.__array_interface__["data"][0])
+
+
+def is_guarded(array: np.ndarray[Any, Any]) -> bool:
+    """Whether an array lies in memory of this module."""
+    address = pointer(array)
+    return any(block.start <= address < block.start + max(block.nbytes, 1) for block in list(_blocks.values()))
+
+
+def nearest(address: int) -> tuple[Block, int] | None:
+    """The buffer nearest to an address and the bytes from its start, if they are close."""
+    best = min(list(_blocks.values()), key=lambda b: max(b.start - address, address - b.start - b.nbytes, 0), default=None)
+    if best is None or not -(1 << 20) < address - best.start < best.nbytes + (1 << 20):
+        return None
+    return best, address - best.start
+
+
+def damage() -> str | None:
+    """What the last launch wrote around some buffer, or None."""
+    return next(filter(None, (block.damage() for block in list(_blocks.values()))), None)
+
+
+def _new(shape: int | tuple[int, ...], dtype: Any, fill: int) -> np.ndarray[Any, Any]:
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    dtype = np.dtype(dtype)
+    block = Block.allocate(math.prod(shape) * dtype.itemsize)
+    if fill and block.nbytes:
+        ctypes.memset(block.start, fill, block.nbytes)
+    return block.array(shape, dtype)
+
+
+def _sanitizer(action: str, address: int, nbytes: int) -> None:
+    function = getattr(_process, f"__asan_{action}_memory_region", None)
+    if function is not None and nbytes:
+        function(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,206 @@
+"""Find g++ and the CUDA headers, and build shared objects that are cached by digest."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+INCLUDE = HERE / "include"
+RUNTIME_SOURCES = (HERE / "runtime.cpp", HERE / "collectives.cpp")
+
+# Signed char, type punning and contraction are what NVRTC does; visibility and no-gnu-unique keep each kernel's static
+# shared memory its own.
+_COMMON = (
+    "-std=c++20",
+    "-fPIC",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    "-Wno-unknown-pragmas",
+    "-Wno-attributes",
+)
+MODES = {
+    "plain": ("-O2", "-g1"),
+    "debug": ("-O0", "-g"),
+    "sanitize": ("-O1", "-g1", "-fsanitize=address,undefined", "-fsanitize-recover=all", "-fno-sanitize=vptr,alignment"),
+}
+
+
+class ToolchainError(Exception):
+    """Something that building needs is absent; the message says what and where it was looked for."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A compiler, the CUDA headers and a mode of :data:`MODES`.
+
+    Attributes
+    ----------
+    compiler : str
+        Path of g++.
+    cuda_include : Path
+        Directory of ``cuda_fp16.h``.
+    mode : str
+    cache : Path
+        Where shared objects are kept.
+    """
+
+    compiler: str
+    cuda_include: Path
+    mode: str
+    cache: Path
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (*_COMMON, *_machine_flags(), *MODES[self.mode])
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of all that every build depends on: compiler, flags, the emulator's files and the CUDA headers."""
+        version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        parts = [version, *self.flags, str(self.cuda_include)]
+        files = [path for path in sorted(INCLUDE.rglob("*")) if path.is_file()]
+        files += [self.cuda_include / name for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")]
+        parts += [path.read_text(encoding="utf-8", errors="replace") for path in (*files, *RUNTIME_SOURCES)]
+        return _digest(*parts)
+
+    @functools.cached_property
+    def runtime(self) -> Path:
+        """The runtime's shared object. Never sanitized itself: it calls the sanitizer's interface when there is one."""
+        mode = "debug" if self.mode == "debug" else "plain"
+        flags = (*_COMMON, *_machine_flags(), *MODES[mode], "-O3", "-Wall", "-Wextra", "-pthread")
+        target = self.cache / f"runtime-{_digest(self.digest, *flags)[:16]}.so"
+        includes = ("-I", str(INCLUDE), "-isystem", str(self.cuda_include))
+        arguments = (*flags, *includes, *map(str, RUNTIME_SOURCES), "-shared", "-ldl", f"-Wl,-soname,{target.name}")
+        return self._build(target, arguments, HERE)
+
+    @functools.cached_property
+    def prelude(self) -> Path:
+        """The CUDA vocabulary, precompiled: a header that g++ replaces by the ``.gch`` beside it."""
+        directory = self.cache / f"prelude-{self.digest[:16]}"
+        header = directory / "cuda.h"
+        directory.mkdir(parents=True, exist_ok=True)
+        if not header.exists():
+            _write(header, "#include <emulator/cuda.h>\n")
+        includes = ("-I", str(INCLUDE), "-isystem", str(self.cuda_include))
+        self._build(directory / "cuda.h.gch", (*self.flags, *includes, "-x", "c++-header", str(header)), directory)
+        return header
+
+    def kernel(self, name: str, text: str, include_dir: Path, directory: Path) -> Path:
+        """Compile a kernel's translation unit, or find it compiled.
+
+        Parameters
+        ----------
+        name : str
+            Start of the file's name.
+        text : str
+            The translation unit. Its first line digests the headers it includes.
+        include_dir : Path
+            Where ``#include <pagedattn/...>`` is found.
+        directory : Path
+            What relative names in ``#line`` are relative to, so that a debugger finds the source.
+        """
+        target = self.cache / f"{name}-{_digest(self.digest, text)[:16]}.so"
+        if target.exists():
+            return target
+        source = target.with_suffix(".cpp")
+        self.cache.mkdir(parents=True, exist_ok=True)
+        _write(source, text)
+        prelude = self.prelude
+        arguments = (
+            *self.flags,
+            *("-include", str(prelude), "-I", str(INCLUDE), "-I", str(include_dir), "-isystem", str(self.cuda_include)),
+            *("-x", "c++", str(source), "-x", "none", "-shared", str(self.runtime), f"-Wl,-rpath,{self.cache}"),
+        )
+        return self._build(target, arguments, directory)
+
+    def _build(self, target: Path, arguments: tuple[str, ...], directory: Path) -> Path:
+        if target.exists():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Built aside and renamed into place, so that processes may share the cache.
+        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=target.suffix, delete=False) as aside:
+            pass
+        built = subprocess.run(
+            [self.compiler, *arguments, "-o", aside.name], cwd=directory, capture_output=True, text=True, check=False
+        )
+        if built.returncode:
+            os.unlink(aside.name)
+            raise BuildError(built.stderr)
+        os.replace(aside.name, target)
+        return target
+
+
+class BuildError(Exception):
+    """The compiler refused; the message is its output."""
+
+
+def find(mode: str = "plain") -> Toolchain:
+    """Return the toolchain of this machine; ToolchainError when it has none."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise ToolchainError("the emulator needs g++ 12 or later: no g++ on PATH, and CXX names none")
+    if platform.machine() != "x86_64":
+        raise ToolchainError(f"the emulator runs on x86-64, not on {platform.machine()}")
+    root = os.environ.get("EMULATOR_CACHE_DIR")
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Toolchain(compiler, find_cuda_headers(), mode, Path(root) if root else base / "pagedattn-emulator")
+
+
+def find_cuda_headers() -> Path:
+    """Directory of cuda_fp16.h: of the runtime-header wheels, else of a toolkit."""
+    site = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    toolkit = os.environ.get("CUDA_PATH", "/usr/local/cuda")
+    candidates = [site / "cuda_runtime/include", site / "cu13/include", Path(toolkit) / "include"]
+    for candidate in candidates:
+        if (candidate / "cuda_fp16.h").exists():
+            return candidate
+    raise ToolchainError(
+        "the emulator needs the CUDA headers: no cuda_fp16.h in "
+        + ", ".join(map(str, candidates))
+        + "; pip install nvidia-cuda-runtime-cu12"
+    )
+
+
+def missing() -> str | None:
+    """Why kernels cannot be emulated on this machine, or None."""
+    try:
+        find()
+    except ToolchainError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _machine_flags() -> tuple[str, ...]:
+    """x86-64-v3 where the processor has it: vectors of 8 floats, and a fused multiply-add as the GPU's."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    except OSError:
+        return ()
+    return ("-march=x86-64-v3",) if {"avx2", "fma", "f16c", "bmi2"} <= flags else ()
+
+
+def _digest(*parts: str) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return total.hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=path.suffix, delete=False, encoding="utf-8") as aside:
+        aside.write(text)
+    os.replace(aside.name, path)
