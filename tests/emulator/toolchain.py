@@ -30,9 +30,9 @@ _COMMON = (
     "-Wno-attributes",
 )
 MODES = {
-    "plain": ("-O2", "-g1"),
-    "debug": ("-O0", "-g"),
-    "sanitize": ("-O1", "-g1", "-fsanitize=address,undefined", "-fsanitize-recover=all", "-fno-sanitize=vptr,alignment"),
+    "plain": ("-O2", "-g1", "-gdwarf-4"),
+    "debug": ("-O0", "-g", "-gdwarf-4"),
+    "sanitize": ("-O1", "-g1", "-gdwarf-4", "-fsanitize=address,undefined", "-fsanitize-recover=all", "-fno-sanitize=vptr,alignment"),
 }
 
 

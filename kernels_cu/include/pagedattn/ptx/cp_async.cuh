@@ -1,4 +1,5 @@
-// cp.async: global to shared memory without passing through registers. On a host the copy happens at once.
+// cp.async: global to shared memory without passing through registers. On a host the bytes arrive at the
+// wait, and the target holds poison until then.
 #pragma once
 
 #include <pagedattn/types.cuh>
@@ -17,9 +18,7 @@ template <int kBytes> __device__ __forceinline__ void cp_async(void* s_target, c
                  : "memory");
   }
 #else
-  unsigned char* target = static_cast<unsigned char*>(s_target);
-  const unsigned char* source = static_cast<const unsigned char*>(g_source);
-  for (int i = 0; i < kBytes; ++i) target[i] = i < valid_bytes ? source[i] : 0;
+  emulator::cp_async(s_target, g_source, kBytes, static_cast<uint32_t>(valid_bytes));
 #endif
 }
 
@@ -27,6 +26,8 @@ template <int kBytes> __device__ __forceinline__ void cp_async(void* s_target, c
 __device__ __forceinline__ void cp_async_commit() {
 #if defined(__CUDA_ARCH__)
   asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+  emulator::cp_async_commit();
 #endif
 }
 
@@ -34,6 +35,8 @@ __device__ __forceinline__ void cp_async_commit() {
 template <int kPending> __device__ __forceinline__ void cp_async_wait() {
 #if defined(__CUDA_ARCH__)
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#else
+  emulator::cp_async_wait(kPending);
 #endif
 }
 

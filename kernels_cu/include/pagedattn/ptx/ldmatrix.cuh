@@ -16,11 +16,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* s_row)
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 #else
-  const int lane = threadIdx.x % kWarpSize;
-  for (int i = 0; i < 4; ++i) {
-    const uint64_t row = __shfl_sync(kFullWarp, static_cast<unsigned long long>(reinterpret_cast<uint64_t>(s_row)), 8 * i + lane / 4);
-    r[i] = reinterpret_cast<const uint32_t*>(row)[lane % 4];
-  }
+  emulator::ldmatrix<4, false>(r, s_row);
 #endif
 }
 
@@ -30,14 +26,7 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], const v
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 #else
-  const int lane = threadIdx.x % kWarpSize;
-  for (int i = 0; i < 4; ++i) {
-    const unsigned long long mine = reinterpret_cast<uint64_t>(s_row);
-    const uint64_t low = __shfl_sync(kFullWarp, mine, 8 * i + 2 * (lane % 4));
-    const uint64_t high = __shfl_sync(kFullWarp, mine, 8 * i + 2 * (lane % 4) + 1);
-    r[i] = reinterpret_cast<const uint16_t*>(low)[lane / 4] |
-           static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(high)[lane / 4]) << 16;
-  }
+  emulator::ldmatrix<4, true>(r, s_row);
 #endif
 }
 

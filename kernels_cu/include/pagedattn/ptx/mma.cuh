@@ -24,24 +24,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 #else
-  const int g = (threadIdx.x % kWarpSize) / 4;
-  const int t = threadIdx.x % 4;
-  for (int q = 0; q < 4; ++q) {  // lanes 4r + q hold inner indices 2q, 2q + 1, 2q + 8, 2q + 9 of row or column r
-    uint32_t row[4], column[2][2];
-    for (int i = 0; i < 4; ++i) row[i] = __shfl_sync(kFullWarp, a[i], 4 * g + q);
-    for (int j = 0; j < 2; ++j) {
-      column[j][0] = __shfl_sync(kFullWarp, b0, 4 * (2 * t + j) + q);
-      column[j][1] = __shfl_sync(kFullWarp, b1, 4 * (2 * t + j) + q);
-    }
-    for (int half = 0; half < 2; ++half) {
-      for (int i = 0; i < 2; ++i) {
-        for (int j = 0; j < 2; ++j) {
-          const uint32_t x = row[2 * half + i], y = column[j][half];
-          c[2 * i + j] += low_of<T>(x) * low_of<T>(y) + high_of<T>(x) * high_of<T>(y);
-        }
-      }
-    }
-  }
+  const uint32_t b[2] = {b0, b1};
+  emulator::mma_m16n8<__is_same(T, __half) ? emulator::Element::kF16 : emulator::Element::kBF16, 16>(c, a, b, c);
 #endif
 }
 
