@@ -1,8 +1,10 @@
 """Compile every kernel's smoke Specs for every architecture, without a GPU, and keep the budget of their resources.
 
-python -m scripts.compile_all                     # all of it
-python -m scripts.compile_all --stem write_cache --arch sm_90a
-python -m scripts.compile_all --update-budget     # record registers, local and shared memory as the new budget
+Usage, from the root of a checkout::
+
+    python -m scripts.compile_all                     # all of it
+    python -m scripts.compile_all --stem write_cache --arch sm_90a
+    python -m scripts.compile_all --update-budget     # record registers, local and shared memory as the new budget
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pagedattn.jit.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+MAX_FAILURES_SHOWN = 3  # one mistake in a header fails every kernel in the same way
 BUDGET = ROOT / "tests" / "compile" / "budget.json"
 
 
@@ -171,8 +174,10 @@ def main(arguments: list[str] | None = None) -> int:
         for (name, arch), usage in measured.items():
             budget.record(name, arch, usage)
         budget.write()
-    for failure in failures:
-        print(failure, file=sys.stderr)
+    for failure in failures[:MAX_FAILURES_SHOWN]:
+        print(f"\n{failure.strip()}", file=sys.stderr)
+    if failures:
+        print(f"\n{len(failures)} failed, {min(len(failures), MAX_FAILURES_SHOWN)} shown", file=sys.stderr)
     return 1 if failures else 0
 
 
