@@ -151,7 +151,7 @@ class CudaExecutor:
             raise ValueError(f"{function.name}: {size} bytes of parameters, the limit is {MAX_PARAMS_BYTES}")
         scratch = self._scratch
         # The driver has copied the parameters when the call returns, so one buffer a thread is enough.
-        ctypes.memmove(scratch.buffer, params, size)
+        scratch.buffer[:size] = params
         self._api.launch(self.device_id, function.pointer, x, y, z, block, shared_bytes, scratch.pointers)
 
 
@@ -159,9 +159,9 @@ class _Scratch(threading.local):
     """A thread's buffer for parameters, and the array of one pointer to it that a launch takes."""
 
     def __init__(self) -> None:
-        self._memory = (ctypes.c_char * MAX_PARAMS_BYTES)()
-        self.buffer = ctypes.addressof(self._memory)
-        self._pointers = (ctypes.c_void_p * 1)(self.buffer)
+        self.buffer = bytearray(MAX_PARAMS_BYTES)  # its size never changes, so neither does its address
+        self._view = (ctypes.c_char * MAX_PARAMS_BYTES).from_buffer(self.buffer)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
         self.pointers = ctypes.addressof(self._pointers)
 
 
