@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagedattn.dtypes import DType
 from pagedattn.jit.params import f32, i32, i64, params, ptr
 
 SEQUENCE_TABLE = params(
@@ -80,3 +81,39 @@ def ceil_div(a: int, b: int) -> int:
 def round_up(a: int, b: int) -> int:
     """Smallest multiple of ``b`` that is at least ``a``."""
     return ceil_div(a, b) * b
+
+
+PARTIALS = params(
+    "Partials",
+    acc=ptr,  # float32 [token_count, split_count, num_heads, v_head_size]
+    lse=ptr,  # float32 [token_count, split_count, num_heads], base 2
+    split_size=i32,  # keys; a multiple of KEY_ALIGNMENT
+    split_count=i32,
+)
+
+KEY_ALIGNMENT = 16
+"""Splits and tiles start on multiples of this many keys."""
+
+
+def partial_bytes(token_count: int, split_count: int, num_heads: int, v_head_size: int) -> tuple[int, int]:
+    """Bytes of ``acc`` and of ``lse`` in `PARTIALS`; with one split neither is used."""
+    if split_count <= 1:
+        return 0, 0
+    rows = token_count * split_count * num_heads
+    return 4 * rows * v_head_size, 4 * rows
+
+
+def split_count(kv_len_bound: int, split_size: int) -> int:
+    """Splits that cover any range of ``kv_len_bound`` keys, wherever it starts."""
+    return max(1, ceil_div(kv_len_bound + KEY_ALIGNMENT - 1, split_size))
+
+
+def channel_step(cache: DType) -> int:
+    """Channels that one fragment load covers; tile rows are padded to a multiple of it (``kv_tile.cuh``)."""
+    return 32 if cache.is_quantized else 16
+
+
+def tile_row_stride(cache: DType, channels: int) -> int:
+    """Bytes from row to row of a tile in shared memory (``kv_tile.cuh``)."""
+    row_bytes = round_up(channels, channel_step(cache)) * cache.bits // 8
+    return 16 * (ceil_div(row_bytes, 16) | 1)

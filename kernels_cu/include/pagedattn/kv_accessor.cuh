@@ -47,24 +47,22 @@ __device__ __forceinline__ int offset_in_block(const BlockTable& table, int posi
   return table.entries != nullptr ? position & (table.block_size - 1) : position;
 }
 
-// One head of one cache, as bytes.
+// One head of one cache, as bytes. The strides stay in the Params, which cost no registers.
 template <DType T> struct KvHead {
+  static constexpr int kBytes = sizeof(element_t<T>);
+  const KvCache& cache;
   const unsigned char* base;
-  int64_t block_stride;  // bytes
-  int64_t token_stride;  // bytes
-  int alignment;         // 16 or 4: every row starts on a multiple of it; 1: nothing is known
+  int alignment;  // 16 or 4: every row starts on a multiple of it; 1: nothing is known
 
-  __device__ __forceinline__ KvHead(const KvCache& cache, int head) {
-    constexpr int kBytes = sizeof(element_t<T>);
-    base = static_cast<const unsigned char*>(cache.data) + head * cache.head_stride * kBytes;
-    block_stride = cache.block_stride * kBytes;
-    token_stride = cache.token_stride * kBytes;
-    const uint64_t all = reinterpret_cast<uint64_t>(base) | static_cast<uint64_t>(block_stride | token_stride);
+  __device__ __forceinline__ KvHead(const KvCache& whole, int head)
+      : cache(whole), base(static_cast<const unsigned char*>(whole.data) + head * whole.head_stride * kBytes) {
+    const uint64_t all = reinterpret_cast<uint64_t>(base) | static_cast<uint64_t>((whole.block_stride | whole.token_stride) * kBytes);
     alignment = all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 1;
   }
 
+  __device__ __forceinline__ int64_t token_bytes() const { return cache.token_stride * kBytes; }
   __device__ __forceinline__ const unsigned char* row(int block, int offset) const {
-    return base + block * block_stride + offset * token_stride;
+    return base + block * cache.block_stride * kBytes + offset * token_bytes();
   }
 };
 

@@ -30,6 +30,10 @@ enum class DType { f16, bf16, f32, i8, f8e4m3, i4 };
 constexpr int kWarpSize = 32;
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
+// NVRTC has no __is_same.
+template <class A, class B> constexpr bool is_same = false;
+template <class A> constexpr bool is_same<A, A> = true;
+
 template <DType T> struct Element;
 template <> struct Element<DType::f16> { using type = __half; };
 template <> struct Element<DType::bf16> { using type = __nv_bfloat16; };

@@ -9,7 +9,7 @@ namespace ptx {
 template <class T> __device__ __forceinline__ uint32_t pack_2(float low, float high) {
 #if defined(__CUDA_ARCH__)
   uint32_t packed;
-  if constexpr (__is_same(T, __half)) {
+  if constexpr (is_same<T, __half>) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   } else {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t low, uint32_t high, ui
 template <class T> __device__ __forceinline__ uint32_t subtract_2(uint32_t x, uint32_t y) {
 #if defined(__CUDA_ARCH__)
   uint32_t difference;
-  if constexpr (__is_same(T, __half)) {
+  if constexpr (is_same<T, __half>) {
     asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(x), "r"(y));
   } else {  // before sm_90 bfloat16 has a fused multiply-add only: -1 * y + x
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(y), "r"(0xbf80bf80u), "r"(x));

@@ -14,7 +14,7 @@ template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   static_assert(sizeof(T) == 2, "16-bit inputs");
 #if defined(__CUDA_ARCH__)
-  if constexpr (__is_same(T, __half)) {
+  if constexpr (is_same<T, __half>) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -25,7 +25,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
   }
 #else
   const uint32_t b[2] = {b0, b1};
-  emulator::mma_m16n8<__is_same(T, __half) ? emulator::Element::kF16 : emulator::Element::kBF16, 16>(c, a, b, c);
+  emulator::mma_m16n8<is_same<T, __half> ? emulator::Element::kF16 : emulator::Element::kBF16, 16>(c, a, b, c);
 #endif
 }
 

@@ -1,0 +1,135 @@
+// The two products of attention on tensor cores, and softmax between them, for one warp.
+//
+// A warp holds kMTiles tiles of 16 query rows. With g = lane / 4 and t = lane % 4 a lane has rows g and g + 8 of each, and of
+// a 16-key block two n-tiles: element i of n-tile n is row g + 8 (i / 2), key 8 n + 2 t + i % 2.
+#pragma once
+
+#include <pagedattn/kv_fragments.cuh>
+#include <pagedattn/mask.cuh>
+#include <pagedattn/softmax.cuh>
+
+__device__ __forceinline__ int row_in_tile(int element) { return threadIdx.x % kWarpSize / 4 + 8 * (element / 2); }
+__device__ __forceinline__ int key_in_tile(int n_tile, int element) { return 8 * n_tile + 2 * (threadIdx.x % 4) + element % 2; }
+
+// scores = q . k of 16 kKeyBlocks keys from `key`. `query_of(m, step, a)` yields the A operand.
+template <class F, int kSteps, int kMTiles, int kNTiles, class QueryOf>
+__device__ __forceinline__ void multiply_keys(float (&scores)[kMTiles][kNTiles][4], const QueryOf& query_of,
+                                              const unsigned char* s_keys, int stride, int key) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[m][n][i] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t a[kMTiles][4];
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) query_of(m, step, a[m]);
+#pragma unroll
+    for (int block = 0; block < kNTiles / 2; ++block) {
+      uint32_t b[2][2];
+      F::keys(b, s_keys, stride, key + 16 * block, step);
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        ptx::mma_m16n8k16<typename F::Io>(scores[m][2 * block], a[m], b[0][0], b[0][1]);
+        ptx::mma_m16n8k16<typename F::Io>(scores[m][2 * block + 1], a[m], b[1][0], b[1][1]);
+      }
+    }
+  }
+}
+
+// acc += p . v over the keys of one 16-key block; `group` is the first group of value channels.
+template <class F, int kMTiles, int kTiles>
+__device__ __forceinline__ void multiply_values(float (&acc)[kMTiles][kTiles][4], const uint32_t (&p)[kMTiles][4],
+                                                const unsigned char* s_values, int stride, int key, int group) {
+#pragma unroll
+  for (int i = 0; i < kTiles / F::kValueTiles; ++i) {
+    uint32_t b[F::kValueTiles][2];
+    F::values(b, s_values, stride, key, group + i);
+#pragma unroll
+    for (int n = 0; n < F::kValueTiles; ++n) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        ptx::mma_m16n8k16<typename F::Io>(acc[m][F::kValueTiles * i + n], p[m], b[n][0], b[n][1]);
+      }
+    }
+  }
+}
+
+// Probabilities of one 16-key block as the A operand of p . v, rounded to the io type.
+template <class Io> __device__ __forceinline__ void pack_probabilities(uint32_t (&p)[4], const float (&left)[4], const float (&right)[4]) {
+  p[0] = ptx::pack_2<Io>(left[0], left[1]);
+  p[1] = ptx::pack_2<Io>(left[2], left[3]);
+  p[2] = ptx::pack_2<Io>(right[0], right[1]);
+  p[3] = ptx::pack_2<Io>(right[2], right[3]);
+}
+
+// Maximum of a row's scores over the four lanes that share it. `half` is 0 for row g, 1 for row g + 8.
+template <int kNTiles> __device__ __forceinline__ float row_maximum(const float (&scores)[kNTiles][4], int half) {
+  float top = negative_infinity();
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) top = fmaxf(top, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+  return group_max<4>(top);
+}
+
+// Turns a row's base-2 scores into weights; row_sum grows by this lane's part of them.
+template <int kNTiles> __device__ __forceinline__ void weigh_row(float (&scores)[kNTiles][4], SoftmaxState& state, int half) {
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      scores[n][i] = state.weight(scores[n][i]);
+      state.row_sum += scores[n][i];
+    }
+  }
+}
+
+template <int kTiles> __device__ __forceinline__ void scale_row(float (&acc)[kTiles][4], float factor, int half) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    acc[n][2 * half] *= factor;
+    acc[n][2 * half + 1] *= factor;
+  }
+}
+
+// What one accumulator row needs to know of its token to turn a dot product into a score.
+template <class Io> struct RowRules {
+  KeyRange keys;     // that it admits; empty for a row that does not exist
+  const Io* g_bias;  // its bias row, or null
+};
+
+// Dot products to base-2 scores: scale, then the rare rules, then the mask where `masked` says that the tile needs one.
+// `factor` is the scale of q . k with the key scale in it; element i belongs to rows[i / 2], keys count from `key`.
+template <class Io, int kNTiles>
+__device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const ScoreRules& rules, float factor,
+                                            const RowRules<Io> (&rows)[2], int key, bool masked) {
+  if (has_score_rules(rules)) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int own = key + key_in_tile(n, i);
+        if (!rows[i / 2].keys.contains(own)) continue;  // its bias may not exist
+        scores[n][i] = kLog2E * capped_and_biased(rules, scores[n][i] * factor, rows[i / 2].g_bias, own);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[n][i] *= factor * kLog2E;
+    }
+  }
+  if (masked) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!rows[i / 2].keys.contains(key + key_in_tile(n, i))) scores[n][i] = negative_infinity();
+      }
+    }
+  }
+}

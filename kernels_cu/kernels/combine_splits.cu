@@ -1,0 +1,81 @@
+// combine_splits.cu: merges the splits of each token and head, adds the sink once, and writes the result.
+//
+//   grid    x: token_count x ceil(num_heads / kWarps)    CTA  kWarps warps, one head each
+//   reads   acc and lse of the splits that hold a key
+//   writes  output, lse; nothing for a token with one split or none, which its producer has finished
+// Invariants
+//   Which splits exist is computed from the lengths, exactly as the producer did, so an unused part of the workspace is
+//   never read. Splits are added in order: the result does not depend on which of them finished first.
+#include <pagedattn/epilogue.cuh>
+#include <pagedattn/kv_accessor.cuh>
+#include <pagedattn/seqlens.cuh>
+#include <pagedattn/softmax.cuh>
+#include <pagedattn/split.cuh>
+
+struct CombineSpec {
+  DType io;
+  int v_head_size;
+};
+
+struct CombineParams {
+  SequenceTable sequences;
+  BlockTable blocks;
+  ScoreRules rules;
+  Output out;
+  Partials partials;
+};
+
+constexpr int kWarps = 4;
+
+template <CombineSpec S>
+__global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __grid_constant__ CombineParams p) {
+  static_assert(S.v_head_size % 2 == 0, "channels are stored in pairs");
+  using Io = element_t<S.io>;
+  constexpr int kPairs = ceil_div(S.v_head_size / 2, kWarpSize);  // of channels in a lane
+  const int head_tiles = ceil_div(p.out.num_heads, kWarps);
+  const int token = static_cast<int>(blockIdx.x / head_tiles);
+  const int head = static_cast<int>(blockIdx.x % head_tiles) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+
+  const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
+  if (!sequence.is_active() || head >= p.out.num_heads) return;
+  const KeyRange keys =
+      admitted_keys(p.rules, position_of_token(p.sequences, sequence, token), token - sequence.begin, sequence.kv_len);
+  const int splits = plan_splits(p.partials, keys).count;
+  if (splits <= 1) return;
+
+  const auto lse_of_split = [&](int split) {
+    return split < splits ? p.partials.lse[partial_row(p.partials, token, split, p.out.num_heads, head)] : negative_infinity();
+  };
+  SoftmaxState merged;
+  for (int first = 0; first < splits; first += kWarpSize) merged.row_max = fmaxf(merged.row_max, lse_of_split(first + lane));
+  merged.row_max = group_max<kWarpSize>(merged.row_max);
+
+  float2 acc[kPairs] = {};
+  for (int first = 0; first < splits; first += kWarpSize) {
+    const float own_weight = merged.weight(lse_of_split(first + lane));
+    for (int i = 0; i < min_of(kWarpSize, splits - first); ++i) {
+      const float weight = __shfl_sync(kFullWarp, own_weight, i);
+      merged.row_sum += weight;
+      const float2* g_acc =
+          reinterpret_cast<const float2*>(p.partials.acc + partial_row(p.partials, token, first + i, p.out.num_heads, head) * S.v_head_size);
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        const int pair = lane + j * kWarpSize;
+        if (2 * pair >= S.v_head_size) continue;
+        const float2 part = g_acc[pair];
+        acc[j].x += weight * part.x;
+        acc[j].y += weight * part.y;
+      }
+    }
+  }
+
+  const SoftmaxResult result = finalize(merged, sink_of<Io>(p.out.head_sink, head));
+  Io* g_row = output_row<Io>(p.out, token, head, S.v_head_size);
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const int pair = lane + j * kWarpSize;
+    if (2 * pair < S.v_head_size) store_2(g_row + 2 * pair, acc[j].x * result.factor, acc[j].y * result.factor);
+  }
+  if (lane == 0) store_lse(p.out, token, head, result.lse);
+}

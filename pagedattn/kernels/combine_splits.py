@@ -1,0 +1,71 @@
+"""Merging the splits that another kernel left for each token and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pagedattn import dtypes
+from pagedattn.dtypes import DType
+from pagedattn.jit.kernel import Kernel
+from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.params import params
+from pagedattn.jit.spec import Spec
+from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div
+
+WARPS = 4
+
+
+@dataclass(frozen=True)
+class CombineSpec(Spec):
+    """Type of the output and width of one of its heads."""
+
+    io: DType
+    v_head_size: int
+
+
+PARAMS = params(
+    "CombineParams",
+    sequences=SEQUENCE_TABLE,
+    blocks=BLOCK_TABLE,
+    rules=SCORE_RULES,
+    out=OUTPUT,
+    partials=PARTIALS,
+)
+
+
+def threads(spec: CombineSpec) -> int:
+    """Threads of a CTA: a warp per head."""
+    return 32 * WARPS
+
+
+def shared_bytes(spec: CombineSpec) -> int:
+    """None."""
+    return 0
+
+
+def grid(token_count: int, num_heads: int) -> tuple[int, int, int]:
+    """CTAs of a launch."""
+    return token_count * ceil_div(num_heads, WARPS), 1, 1
+
+
+KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes)
+
+
+def launch(
+    executor: Executor[Function],
+    function: Function,
+    spec: CombineSpec,
+    token_count: int,
+    num_heads: int,
+    packed: bytes,
+) -> None:
+    """Launch what ``executor.load(KERNEL, spec)`` returned; needless when the producer had one split."""
+    executor.launch(function, grid(token_count, num_heads), threads(spec), 0, packed)
+
+
+def smoke_specs() -> Iterator[CombineSpec]:
+    """Specs that together reach every branch of the source."""
+    yield CombineSpec(dtypes.BFLOAT16, 128)
+    yield CombineSpec(dtypes.FLOAT16, 8)
+    yield CombineSpec(dtypes.FLOAT16, 512)
