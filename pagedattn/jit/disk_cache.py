@@ -75,9 +75,9 @@ class DiskCache:
 def default_directory() -> Path | None:
     """Return the folder that PAGEDATTN_CACHE_DIR names, else ``pagedattn`` in the user's cache folder."""
     named = env.cache_dir()
-    if named:
-        return Path(named).expanduser()
     try:
+        if named:
+            return Path(named).expanduser()
         try:
             platformdirs = importlib.import_module("platformdirs")
         except ImportError:
