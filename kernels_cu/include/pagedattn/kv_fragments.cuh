@@ -18,7 +18,7 @@
 
 // Four codes, one a byte as read by load_codes_4, to two pairs of the io type.
 template <class Io, DType Cache> __device__ __forceinline__ void convert_codes_4(uint32_t codes, uint32_t& low, uint32_t& high) {
-  constexpr bool kHalf = __is_same(Io, __half);
+  constexpr bool kHalf = is_same<Io, __half>;
   if constexpr (Cache == DType::f8e4m3) {
     low = ptx::f8e4m3_to_half_2(codes);
     high = ptx::f8e4m3_to_half_2(codes >> 16);
