@@ -37,6 +37,11 @@ class Executor(Protocol[Function]):
         """Architecture the kernels are compiled for, as ``sm_90a``."""
         ...
 
+    @property
+    def max_shared_bytes(self) -> int:
+        """Dynamic shared memory that a CTA may have."""
+        ...
+
     def load(self, kernel: Kernel[S], spec: S) -> Function:
         """Return the kernel for this Spec, compiled and loaded; quick from the second time on."""
         ...
@@ -86,6 +91,8 @@ class CudaExecutor:
     ----------
     arch : str
         Architecture its kernels are compiled for.
+    max_shared_bytes : int
+        Dynamic shared memory that a CTA may have on this device.
     """
 
     def __init__(self, device_id: int, compiler: Compiler | None = None) -> None:
@@ -94,7 +101,7 @@ class CudaExecutor:
         self.compiler = compiler or default_compiler()
         self._api = cuda.Api()
         self.arch = arch_of(self._api.capability(device_id), cuda.nvrtc().archs)
-        self._max_shared_bytes = self._api.max_shared_bytes(device_id)
+        self.max_shared_bytes = self._api.max_shared_bytes(device_id)
         self._functions: dict[tuple[Kernel[Any], Spec], CudaFunction] = {}
         self._lock = threading.Lock()
         self._scratch = _Scratch()
@@ -116,10 +123,10 @@ class CudaExecutor:
 
     def _load(self, kernel: Kernel[S], spec: S, cubin: bytes, entry: str) -> CudaFunction:
         shared_bytes = kernel.shared_bytes(spec)
-        if shared_bytes > self._max_shared_bytes:
+        if shared_bytes > self.max_shared_bytes:
             raise UnsupportedError(
                 f"{kernel.expression(spec)}: needs {shared_bytes} bytes of shared memory a CTA, "
-                f"and device {self.device_id} has {self._max_shared_bytes}"
+                f"and device {self.device_id} has {self.max_shared_bytes}"
             )
         with self._api.device(self.device_id):
             module, pointer = self._api.load(cubin, entry)

@@ -42,6 +42,13 @@ def test_budget_holds_no_kernel_that_is_gone():
     assert set(compile_all.Budget.read().rows) <= wanted
 
 
+@pytest.mark.parametrize("arch", compile_all.ARCHS)
+def test_each_kernel_has_a_spec_that_fits(arch):
+    for stem, module in MODULES.items():
+        if module.KERNEL.archs is None or arch in module.KERNEL.archs:
+            assert list(compile_all.jobs_of(stem, module, arch)), f"{stem} has no Spec for {arch}"
+
+
 def test_each_cu_file_has_a_module_of_its_stem():
     stems = {path.stem for path in default_compiler().sources.files() if path.suffix == ".cu"}
     assert stems == set(MODULES)

@@ -85,6 +85,7 @@ class EmulatorExecutor:
 
     # What the kernels may use here: everything of sm_80, nothing of wgmma, TMA and clusters.
     arch = "sm_80"
+    max_shared_bytes = 163 * 1024
 
     def __init__(
         self,
@@ -207,7 +208,7 @@ class EmulatorExecutor:
     def _whose(self, function: Function, address: int, params: bytes) -> str:
         near = memory.nearest(address)
         if near is None:
-            return ", near no buffer of the launch"
+            return ""
         block, offset = near
         names = [
             name
