@@ -1,0 +1,336 @@
+"""Every way to run a call that exists on this machine: the NumPy backend, and each CUDA backend on a GPU or emulated.
+
+A target takes host arrays, puts them where its backend wants them, and brings the results back. A call that the support
+table says its backend does not serve has to be refused with that very reason; `Target.run` sees to it and skips.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pagedattn
+from pagedattn import env, support
+from pagedattn import runtime as runtimes
+from pagedattn.arrays import NUMPY
+from pagedattn.dtypes import BY_NUMPY, FLOAT8E4M3FN, FLOAT32
+from pagedattn.support import Feature, No, Row
+from pagedattn.validate import validate
+
+from .scene import Array, Call, assert_close, assert_same_bytes, expected
+
+Place = Callable[[str, Array], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of a call in host memory; output is (token_count, num_heads, v_head_size)."""
+
+    output: Array
+    key_cache: Array
+    value_cache: Array | None
+    lse: Array | None = None
+    output_qk: Array | None = None
+
+    @property
+    def caches(self) -> tuple[Array, Array | None]:
+        return self.key_cache, self.value_cache
+
+
+def bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The unsigned type of an element's size: what every array library has."""
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The NumPy backend; arrays stay where they are."""
+
+    row: Row = support.NUMPY
+    where: str = "host"
+    device: str = "cpu"
+    arch: int = 0
+
+    def __str__(self) -> str:
+        return self.row.name if self.where == "host" else f"{self.row.name}-{self.where}"
+
+    @property
+    def backend(self) -> str:
+        return self.row.name
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.where == "gpu"
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.where == "emulated"
+
+    # ---- arrays
+
+    def upload(self, x: Array) -> Any:
+        """A copy of the elements' bits on the device, same shape; views of it become arrays through `typed`."""
+        return np.ascontiguousarray(x).view(bits(x.dtype)).copy()
+
+    def typed(self, raw: Any, dtype: np.dtype[Any]) -> Any:
+        """Bits on the device, strided or not, as an array of ``dtype``."""
+        return raw.view(dtype)
+
+    def download(self, raw: Any) -> Array:
+        """Bits back in host memory."""
+        return np.asarray(raw)
+
+    def place(self, x: Array) -> Any:
+        """A copy of an array on the device."""
+        return self.typed(self.upload(x), x.dtype)
+
+    def fetch(self, x: Any, dtype: np.dtype[Any]) -> Array:
+        """A result back in host memory."""
+        return np.array(x).view(dtype)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Where calls of this target run."""
+        yield
+
+    # ---- calls
+
+    def why_not(self, call: Call, **options: Any) -> str | None:
+        """Reason by which the support table says that the backend does not serve a call."""
+        infos = {
+            name: NUMPY.describe(x)._replace(device="cpu" if name == "attention_metadata" else self.device)
+            for name, x in call.arrays.items()
+        }
+        metadata = call.arrays.get("attention_metadata")
+        problem = validate(
+            infos,
+            call.attributes,
+            return_lse=options.get("return_lse", False),
+            qk_dtype=BY_NUMPY[np.dtype(options.get("qk_dtype", np.float32))] if "qk_dtype" in options else FLOAT32,
+            metadata=None if metadata is None else tuple(metadata.tolist()),
+        )
+        return support.why_not(self.row, problem, self.arch)
+
+    def operator(self, call: Call, **options: Any) -> pagedattn.PagedAttention:
+        """An operator object for a call, with no plan made yet."""
+        return pagedattn.PagedAttention(backend=self.backend, **call.attributes, **options)
+
+    def invoke(self, call: Call, arrays: dict[str, Any], out: Any = None, **options: Any) -> Any:
+        """Run a call on arrays that lie on the device; the operator's own result."""
+        with self.active():
+            return self.operator(call, **options)(**arrays, out=out)
+
+    def require(self, call: Call, **options: Any) -> None:
+        """Go on if the backend serves a call; else see that it is refused for the table's reason, and skip."""
+        reason = self.why_not(call, **options)
+        if reason is None:
+            return
+        arrays = {name: self.place(x) if name != "attention_metadata" else x for name, x in call.arrays.items()}
+        with pytest.raises(pagedattn.UnsupportedError, match=re.escape(reason)):
+            self.invoke(call, arrays, **options)
+        pytest.skip(f"{self.backend} refuses, as it says: {reason}")
+
+    def run(self, call: Call, place: dict[str, Callable[[Array], Any]] | None = None, **options: Any) -> Outcome:
+        """Run a call: caches lie between guards, the output starts as NaN, and inputs must come out unchanged.
+
+        Parameters
+        ----------
+        call : Call
+        place : mapping of input name to a function of the host array, optional
+            Makes that input's device array; a plain copy by default.
+        **options
+            Of `pagedattn.PagedAttention`.
+        """
+        self.require(call, **options)
+        place = place or {}
+        raw: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
+        for name, x in call.arrays.items():
+            if name == "attention_metadata":
+                arrays[name] = x
+            elif name in place:
+                arrays[name] = place[name](x)
+            elif name in ("key_cache", "value_cache"):
+                raw[name] = self.upload(np.concatenate([_guard(x), x, _guard(x)]))
+                arrays[name] = self.typed(raw[name][1:-1], x.dtype)
+            else:
+                raw[name] = self.upload(x)
+                arrays[name] = self.typed(raw[name], x.dtype)
+        out_size = call.attributes.get("v_head_size") or _head_size(call)
+        shape = (call.arrays["query"].shape[0], call.attributes["num_heads"] * out_size)
+        io = call.arrays["query"].dtype
+        raw_out = self.upload(np.full(shape, np.nan).astype(io))
+        result = self.invoke(call, arrays, out=self.typed(raw_out, io), **options)
+        back = {name: self.download(x).view(call.arrays[name].dtype) for name, x in raw.items()}
+        for name, x in back.items():
+            if name in ("key_cache", "value_cache"):
+                assert_same_bytes(x[[0, -1]], np.concatenate([_guard(x), _guard(x)]))  # nothing beside the cache changed
+            else:
+                assert_same_bytes(x, call.arrays[name])
+
+        def cache(name: str) -> Array | None:
+            if name in back:
+                return back[name][1:-1]
+            return self.fetch(arrays[name], call.arrays[name].dtype) if name in arrays else None
+
+        key_cache = cache("key_cache")
+        assert key_cache is not None
+        qk_dtype = np.dtype(options.get("qk_dtype", np.float32))
+        return Outcome(
+            self.download(raw_out).view(io).reshape(shape[0], call.attributes["num_heads"], out_size),
+            key_cache,
+            cache("value_cache"),
+            None if result.lse is None else self.fetch(result.lse, np.dtype(np.float32)),
+            None if result.output_qk is None else self.fetch(result.output_qk, qk_dtype),
+        )
+
+    def check(self, call: Call, roundings: float = 2, **options: Any) -> Outcome:
+        """Run a call and compare everything with what `expected` says: caches bit for bit."""
+        outcome = self.run(call, **options)
+        want = expected(call)
+        assert_close(outcome.output, want.output, call.io, roundings)
+        assert_same_bytes(outcome.key_cache, want.key_cache)
+        if want.value_cache is not None:
+            assert_same_bytes(outcome.value_cache, want.value_cache)
+        if outcome.lse is not None:
+            assert not np.isnan(outcome.lse).any()
+            np.testing.assert_allclose(outcome.lse, want.lse, rtol=2e-5, atol=_lse_slack(call))
+        return outcome
+
+    def force_splits(self, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+        """Make the backend cut its work into pieces of about ``keys`` keys; skip where it never cuts."""
+        module = import_module(self.row.module)
+        if hasattr(module, "FORCED_SPLIT_KEYS"):
+            monkeypatch.setattr(module, "FORCED_SPLIT_KEYS", keys)
+        elif hasattr(module, "TILE_ELEMENTS"):
+            monkeypatch.setattr(module, "TILE_ELEMENTS", 1)
+        else:
+            pytest.skip(f"{self.backend} does not split")
+
+
+@dataclass(frozen=True)
+class CupyTarget(Target):
+    """A CUDA backend on CuPy arrays."""
+
+    where: str = "gpu"
+
+    def upload(self, x: Array) -> Any:
+        import cupy
+
+        return cupy.asarray(np.ascontiguousarray(x).view(bits(x.dtype)))
+
+    def typed(self, raw: Any, dtype: np.dtype[Any]) -> Any:
+        if dtype == FLOAT8E4M3FN.numpy:
+            return pagedattn.Float8View(raw)
+        return raw.view(dtype)
+
+    def download(self, raw: Any) -> Array:
+        return raw.get()
+
+    def fetch(self, x: Any, dtype: np.dtype[Any]) -> Array:
+        raw = x.array if isinstance(x, pagedattn.Float8View) else x.view(bits(dtype))
+        return raw.get().view(dtype)
+
+
+@dataclass(frozen=True)
+class EmulatedTarget(Target):
+    """A CUDA backend whose kernels run on the CPU, on arrays between guard pages."""
+
+    where: str = "emulated"
+    device: str = "emulated"
+
+    def upload(self, x: Array) -> Any:
+        memory = import_module("tests.emulator.memory")
+        return memory.upload(np.ascontiguousarray(x).view(bits(x.dtype)))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        before = runtimes.emulator
+        runtimes.emulator = emulated_runtime()
+        try:
+            yield
+        finally:
+            runtimes.emulator = before
+
+
+class EmulatedRuntime:
+    """What `pagedattn.runtime.emulator` is set to while an emulated target runs."""
+
+    arch = 80
+
+    def __init__(self) -> None:
+        self.memory = import_module("tests.emulator.memory")
+        self.executor = import_module("tests.emulator.executor").EmulatorExecutor()
+
+    def stream(self) -> int:
+        return 0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def allocate(self, size: int) -> Any:
+        return self.memory.empty(size, np.uint8)
+
+    def address(self, buffer: Any) -> int:
+        return self.memory.pointer(buffer)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        yield
+
+
+@cache
+def emulated_runtime() -> Any:
+    return EmulatedRuntime()
+
+
+@cache
+def gpu_count() -> int:
+    """GPUs that CuPy can use; 0 without CuPy."""
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount()) if cupy.cuda.is_available() else 0
+    except Exception:  # a broken driver is no GPU either
+        return 0
+
+
+@cache
+def all_targets() -> tuple[Target, ...]:
+    """Every target of this machine."""
+    targets = [Target()]
+    rows = [row for row in support.ROWS if row.min_arch]
+    if gpu_count():
+        arch = runtimes.runtime_of("cuda:0").arch
+        targets += [CupyTarget(row, device="cuda:0", arch=arch) for row in rows]
+    if env.emulate():
+        targets += [EmulatedTarget(row, arch=EmulatedRuntime.arch) for row in rows]
+    return tuple(targets)
+
+
+def targets_for(*features: Feature) -> list[Target]:
+    """Targets whose backends serve all of some features."""
+    return [t for t in all_targets() if not any(isinstance(t.row.cells[f], No) for f in features)]
+
+
+def _guard(x: Array) -> Array:
+    pattern = np.resize(np.arange(1, 252, dtype=np.uint8), x[:1].nbytes)
+    return pattern.view(x.dtype).reshape(x[:1].shape)
+
+
+def _head_size(call: Call) -> int:
+    heads = call.attributes["num_heads"] + (0 if "key" in call.arrays else 2 * call.attributes["kv_num_heads"])
+    return int(call.arrays["query"].shape[1] // heads)
+
+
+def _lse_slack(call: Call) -> float:
+    """Scores of half-precision tiles are exact products summed in float32; the query was rounded once."""
+    return 2e-3 if call.io is not FLOAT32 else 1e-5
