@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from pagedattn import mla, rope
 from pagedattn.api import PagedAttention, PagedAttentionResult, explain, paged_attention
 from pagedattn.arrays import Float8View
+from pagedattn.calibration import Calibration, calibrate
 from pagedattn.dispatch import Choice
 from pagedattn.errors import (
     CompileError,
@@ -15,10 +17,15 @@ from pagedattn.errors import (
     PagedAttentionError,
     UnsupportedError,
 )
+from pagedattn.layout import block_table_from_indices, block_table_to_indices, cumulative_lengths, slot_mapping
+from pagedattn.merge import merge_attention_states
+from pagedattn.mla import AbsorbedProjection, absorb
 from pagedattn.problem import Problem
 
 __version__ = "0.1.0"
 __all__ = [
+    "AbsorbedProjection",
+    "Calibration",
     "Choice",
     "CompileError",
     "Float8View",
@@ -29,6 +36,15 @@ __all__ = [
     "PagedAttentionResult",
     "Problem",
     "UnsupportedError",
+    "absorb",
+    "block_table_from_indices",
+    "block_table_to_indices",
+    "calibrate",
+    "cumulative_lengths",
     "explain",
+    "merge_attention_states",
+    "mla",
     "paged_attention",
+    "rope",
+    "slot_mapping",
 ]
