@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedattn import contract, env
-from pagedattn import runtime as runtimes
 from pagedattn.arrays import Adapter, adapter_of, dtype_named, import_foreign
 from pagedattn.backends.base import Plan
 from pagedattn.dispatch import Choice, select
 from pagedattn.errors import InvalidArgumentError, PagedAttentionError
 from pagedattn.problem import Problem, TensorInfo
-from pagedattn.runtime import Runtime, runtime_of
+from pagedattn.runtime import Runtime, emulated, runtime_of
 from pagedattn.support import Row
 from pagedattn.validate import (
     DEFAULT_MAX_OUTPUT_QK_BYTES,
@@ -184,12 +183,19 @@ class PagedAttention:
 
     def explain(self, **inputs: Any) -> Choice:
         """Tell which backend would serve a call with these inputs, by name, and why each earlier one would not."""
+        return self._prepare_named(inputs).choice
+
+    def problem_of(self, **inputs: Any) -> Problem:
+        """The `Problem` that a call with these inputs, by name, poses."""
+        return self._prepare_named(inputs).problem
+
+    def _prepare_named(self, inputs: dict[str, Any]) -> _Prepared:
         arrays = {name: x for name, x in inputs.items() if x is not None}
         unknown = sorted(set(arrays) - set(contract.INPUT_BY_NAME))
         if unknown:
             raise InvalidArgumentError(f"{unknown[0]}: expected an input among {', '.join(contract.INPUT_BY_NAME)}.")
         infos, adapters = _describe(arrays)
-        return self._prepare(arrays, infos, adapters).choice
+        return self._prepare(arrays, infos, adapters)
 
     def _prepare(self, arrays: dict[str, Any], infos: dict[str, TensorInfo], adapters: dict[str, Adapter]) -> _Prepared:
         """Problem, backend and plan of a call; from the second call of a kind on this is one look-up."""
@@ -300,7 +306,7 @@ def _describe(arrays: dict[str, Any]) -> tuple[dict[str, TensorInfo], dict[str, 
             arrays[name] = x = foreign
         adapters[name] = adapter_of(name, x)
         infos[name] = adapters[name].describe(x)
-    if runtimes.emulator is not None:
+    if emulated():
         infos = {
             name: info._replace(device="emulated") if name != "attention_metadata" else info
             for name, info in infos.items()

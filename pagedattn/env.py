@@ -56,7 +56,8 @@ BACKEND = Variable(
 )
 EMULATE = Variable(
     "PAGEDATTN_EMULATE",
-    "1: the test suite also runs the CUDA kernels' source on the CPU, thread by thread (slow; needs g++).",
+    "1: serve arrays in host memory with the CUDA backends, their sources run on the CPU thread by thread. From the root "
+    "of a checkout only; slow; needs g++.",
 )
 
 TABLE = (CACHE_DIR, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO, BACKEND, EMULATE)
@@ -83,5 +84,5 @@ def backend() -> str | None:
 
 
 def emulate() -> bool:
-    """Whether the tests run the kernels in the CPU emulator too."""
+    """Whether arrays in host memory are served by the CUDA backends in the CPU emulator."""
     return EMULATE.flag()

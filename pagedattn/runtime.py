@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
+from pagedattn import env
 from pagedattn.jit import cuda
 from pagedattn.jit.launch import Executor, cuda_executor
 
@@ -101,8 +103,8 @@ class CudaRuntime:
 
 
 HOST = HostRuntime()
-# Set by the test suite to run the CUDA kernels' source on the CPU; arrays in host memory then take the CUDA backends.
-emulator: Runtime | None = None
+# Set by `pagedattn.testing.emulate`: arrays in host memory then take the CUDA backends, run on the CPU.
+_emulator: Runtime | None = None
 
 
 @cache
@@ -112,9 +114,28 @@ def cuda_runtime(device_id: int) -> CudaRuntime:
 
 
 def runtime_of(device: str) -> Runtime:
-    """Runtime of a device by its name: "cpu", "cuda:N", or "emulated" for the one the tests installed."""
+    """Runtime of a device by its name: "cpu", "cuda:N", or "emulated" for the one that `use_emulator` was given."""
     if device == "cpu":
         return HOST
-    if device == "emulated" and emulator is not None:
-        return emulator
+    if device == "emulated" and _emulator is not None:
+        return _emulator
     return cuda_runtime(int(device.removeprefix("cuda:")))
+
+
+def use_emulator(runtime: Runtime | None) -> Runtime | None:
+    """Run arrays in host memory on this runtime instead of the NumPy backend; returns the one before."""
+    global _emulator
+    before, _emulator = _emulator, runtime
+    return before
+
+
+def emulated() -> bool:
+    """Whether `use_emulator` is in force, be it through PAGEDATTN_EMULATE."""
+    _emulator_of_environment()
+    return _emulator is not None
+
+
+@cache
+def _emulator_of_environment() -> None:
+    if env.emulate():
+        use_emulator(importlib.import_module("pagedattn.testing").emulator())

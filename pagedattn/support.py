@@ -107,9 +107,41 @@ class Row:
 
 ALL_YES: dict[Feature, Yes | No] = {feature: Yes() for feature in Feature}
 
+_NO_FLOAT32 = No("the kernels take float16 and bfloat16")
+_NO_SCORES = No("its kernel never holds the scores; dense does")
+
+
+def decode_limits(problem: Problem) -> str | None:
+    """Head sizes whose accumulators fit a warp's registers."""
+    return None if problem.head_size <= 256 else f"head_size {problem.head_size} is above 256"
+
+
+def decode_shaped(problem: Problem) -> bool:
+    """At most one new token a sequence on average, or by the metadata's bound; a guess that costs speed at worst."""
+    return problem.token_count <= problem.batch_size or 0 < problem.max_query_len_bound <= 2
+
+
+DECODE = Row(
+    "decode",
+    "pagedattn.backends.decode_split_kv",
+    "DECODER_ATTENTION",
+    80,
+    {
+        **ALL_YES,
+        Feature.LATENT: No("needs a value cache"),
+        Feature.FLOAT32: _NO_FLOAT32,
+        Feature.QUANTIZED_CACHE: Yes("codes are widened in registers"),
+        Feature.INT4_CACHE: Yes("codes are widened in registers"),
+        Feature.OUTPUT_QK: _NO_SCORES,
+    },
+    limits=decode_limits,
+    prefers=decode_shaped,
+    prefers_text="batches of about one new token a sequence",
+)
+
 NUMPY = Row("numpy", "pagedattn.backends.numpy_reference", "NUMPY_REFERENCE", 0, ALL_YES)
 
-ROWS: tuple[Row, ...] = (NUMPY,)
+ROWS: tuple[Row, ...] = (DECODE, NUMPY)
 BY_NAME = {row.name: row for row in ROWS}
 
 

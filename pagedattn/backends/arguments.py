@@ -109,3 +109,15 @@ def output(p: Problem, tensors: Tensors) -> bytes:
         head_sink=pointer(tensors, "head_sink"),
         num_heads=p.num_heads,
     )
+
+
+class Shared:
+    """The structs that every attention kernel takes, packed once a call."""
+
+    def __init__(self, p: Problem, tensors: Tensors) -> None:
+        self.sequences = sequence_table(p, tensors)
+        self.blocks = block_table(p, tensors)
+        self.key_cache = kv_cache(p, tensors, "key_cache")
+        self.value_cache = kv_cache(p, tensors, "value_cache")
+        self.rules = score_rules(p, tensors)
+        self.out = output(p, tensors)

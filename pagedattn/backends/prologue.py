@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagedattn.backends import arguments
-from pagedattn.backends.arguments import Tensors
+from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.jit.launch import Executor, Function
 from pagedattn.kernels import write_cache
 from pagedattn.problem import Problem
+
+
+def aligned(size: int) -> int:
+    """Round up to where the next region of a workspace may start."""
+    return (size + 255) // 256 * 256
 
 
 class Rows(NamedTuple):
@@ -37,7 +42,7 @@ class Prologue:
         rows = p.num_heads * self.rewrites_query + p.kv_num_heads * (1 if p.is_latent else 2)
         self.row_chunks = write_cache.row_chunks(self.spec, p.token_count, rows) if p.token_count else 1
 
-    def run(self, tensors: Tensors, workspace: int) -> Rows:
+    def run(self, tensors: Tensors, shared: Shared, workspace: int) -> Rows:
         """Launch it; returns the query rows that attention shall read."""
         p = self.problem
         query = tensors["query"]
@@ -61,10 +66,10 @@ class Prologue:
             q_norm_weight=arguments.pointer(tensors, "q_norm_weight"),
             k_norm_weight=arguments.pointer(tensors, "k_norm_weight"),
             slot_mapping=arguments.pointer(tensors, "slot_mapping"),
-            sequences=arguments.sequence_table(p, tensors),
-            blocks=arguments.block_table(p, tensors),
-            key_cache=arguments.kv_cache(p, tensors, "key_cache"),
-            value_cache=arguments.kv_cache(p, tensors, "value_cache"),
+            sequences=shared.sequences,
+            blocks=shared.blocks,
+            key_cache=shared.key_cache,
+            value_cache=shared.value_cache,
             rotary=arguments.rotary(p, tensors),
             num_heads=p.num_heads,
             kv_num_heads=p.kv_num_heads,

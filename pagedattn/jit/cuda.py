@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97  # cudaDeviceAttr
+_MULTIPROCESSOR_COUNT = 16
 _HEADERS = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
 
 
@@ -121,6 +122,10 @@ class Api:
     def max_shared_bytes(self, device_id: int) -> int:
         """Return the dynamic shared memory that a CTA may ask for."""
         return int(self._runtime.deviceGetAttribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device_id))
+
+    def multiprocessors(self, device_id: int) -> int:
+        """Multiprocessors of a device."""
+        return int(self._runtime.deviceGetAttribute(_MULTIPROCESSOR_COUNT, device_id))
 
     def load(self, cubin: bytes, entry: str) -> tuple[Any, int]:
         """Load a cubin on the current device; return the module, which owns the code, and the function's handle."""

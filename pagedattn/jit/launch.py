@@ -42,6 +42,11 @@ class Executor(Protocol[Function]):
         """Dynamic shared memory that a CTA may have."""
         ...
 
+    @property
+    def multiprocessors(self) -> int:
+        """Multiprocessors of the device."""
+        ...
+
     def load(self, kernel: Kernel[S], spec: S) -> Function:
         """Return the kernel for this Spec, compiled and loaded; quick from the second time on."""
         ...
@@ -91,8 +96,8 @@ class CudaExecutor:
     ----------
     arch : str
         Architecture its kernels are compiled for.
-    max_shared_bytes : int
-        Dynamic shared memory that a CTA may have on this device.
+    max_shared_bytes, multiprocessors : int
+        Dynamic shared memory that a CTA may have on this device, and its multiprocessors.
     """
 
     def __init__(self, device_id: int, compiler: Compiler | None = None) -> None:
@@ -102,6 +107,7 @@ class CudaExecutor:
         self._api = cuda.Api()
         self.arch = arch_of(self._api.capability(device_id), cuda.nvrtc().archs)
         self.max_shared_bytes = self._api.max_shared_bytes(device_id)
+        self.multiprocessors = self._api.multiprocessors(device_id)
         self._functions: dict[tuple[Kernel[Any], Spec], CudaFunction] = {}
         self._lock = threading.Lock()
         self._scratch = _Scratch()

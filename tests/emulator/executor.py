@@ -12,13 +12,14 @@ A kernel's fault is an :class:`EmulatorError` that names the place in the source
 EMULATOR_SEED       order of threads and CTAs: 0 ascending, 1 descending, above that shuffled
 EMULATOR_WORKERS    CTAs that run at once; default the number of cores
 EMULATOR_SECONDS    time limit of a launch; default 120
-EMULATOR_MODE       plain, debug (-O0, for gdb) or sanitize (see tests/emulator/sanitize.py)
+EMULATOR_MODE       plain, debug (-O0, for gdb), races (in shared memory) or sanitize (see tests/emulator/sanitize.py)
 EMULATOR_CACHE_DIR  where compiled kernels are kept
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import subprocess
@@ -66,6 +67,7 @@ class _Launch(ctypes.Structure):  # EmulatorLaunch in runtime.cpp
         ("shared_bytes", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("workers", ctypes.c_uint32),
+        ("finds_races", ctypes.c_uint32),
         ("seconds", ctypes.c_double),
     ]
 
@@ -78,7 +80,7 @@ class EmulatorExecutor:
     sources : Sources, optional
         Where the ``.cu`` files are; the package's own by default.
     mode : str, optional
-        ``plain``, ``debug`` or ``sanitize``; by default EMULATOR_MODE, else plain.
+        One of :data:`tests.emulator.toolchain.MODES`; by default EMULATOR_MODE, else plain.
     seed, workers, seconds : optional
         As the environment variables of the same names.
     """
@@ -86,6 +88,7 @@ class EmulatorExecutor:
     # What the kernels may use here: everything of sm_80, nothing of wgmma, TMA and clusters.
     arch = "sm_80"
     max_shared_bytes = 163 * 1024
+    multiprocessors = 108
 
     def __init__(
         self,
@@ -142,6 +145,7 @@ class EmulatorExecutor:
             shared_bytes,
             self.seed,
             self.workers,
+            self.mode == "races",
             self.seconds,
         )
         text = ctypes.create_string_buffer(1 << 16)
@@ -160,9 +164,22 @@ class EmulatorExecutor:
 
     # ---- memory of the device
 
-    empty = staticmethod(memory.empty)
-    zeros = staticmethod(memory.zeros)
-    upload = staticmethod(memory.upload)
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Array in guarded memory, every byte 0xFF: NaN, or -1."""
+        return memory.empty(shape, dtype, self._at_start)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Array of zeros in guarded memory."""
+        return memory.zeros(shape, dtype, self._at_start)
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        """Copy an array into guarded memory, with its strides."""
+        return memory.upload(array, self._at_start)
+
+    @property
+    def _at_start(self) -> bool:
+        return self.seed % 2 == 1  # odd seeds guard the byte before a buffer, even ones the byte behind it
+
     download = staticmethod(memory.download)
     pointer = staticmethod(memory.pointer)
 
@@ -201,9 +218,10 @@ class EmulatorExecutor:
         lines = text.splitlines()
         if address is not None:
             lines[0] += self._whose(function, address, params)
-        frames = [line.split()[1:] for line in lines if line.startswith("  frame ")]
-        kept = [line for line in lines if not line.startswith("  frame ")]
-        return "\n".join([f"{function.name}: {kept[0]}", *kept[1:], *_source_lines(function, frames)])
+        explained: list[str] = []
+        for is_frame, group in itertools.groupby(lines, lambda line: line.startswith("  frame ")):
+            explained += _source_lines(function, [line.split()[1:] for line in group], self.sources.root) if is_frame else group
+        return f"{function.name}: " + "\n".join(explained)
 
     def _whose(self, function: Function, address: int, params: bytes) -> str:
         near = memory.nearest(address)
@@ -255,7 +273,7 @@ def _pointers(record: Any, prefix: str = "") -> list[tuple[str, int]]:
     return found
 
 
-def _source_lines(function: Function, frames: list[list[str]]) -> list[str]:
+def _source_lines(function: Function, frames: list[list[str]], root: Path) -> list[str]:
     """Turn frames inside the kernel into "  function at file:line", inlined calls included."""
     offsets = [f"{int(offset, 16) - 1:#x}" for path, offset in frames if path == function.library._name]
     if not offsets:
@@ -267,7 +285,6 @@ def _source_lines(function: Function, frames: list[list[str]]) -> list[str]:
         return [f"  {function.library._name} {offset}" for offset in offsets]
     lines = []
     for line in output.splitlines():
-        if "emulator_entry" in line or "/emulator/" in line:
-            continue
-        lines.append("  " + re.sub(r"^ ?\(inlined by\) ", "", line.strip()))
+        if "emulator_entry" not in line and str(toolchain.INCLUDE) not in line:
+            lines.append("  " + re.sub(r"^ ?\(inlined by\) ", "", line.strip()).replace(f"{root}/", ""))
     return lines

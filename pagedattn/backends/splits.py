@@ -1,0 +1,54 @@
+"""Splits of the keys: how many there are, where their parts are kept, and the merge."""
+
+from __future__ import annotations
+
+from pagedattn.backends.arguments import Shared
+from pagedattn.backends.prologue import aligned
+from pagedattn.jit.launch import Executor, Function
+from pagedattn.kernels import combine_splits
+from pagedattn.kernels.layouts import PARTIALS, partial_bytes, split_count
+from pagedattn.problem import Problem
+
+# Parts of splits take memory in proportion to tokens and splits; many tokens fill the device without splitting.
+MAX_PARTIAL_BYTES = 1 << 30
+
+
+class SplitPlan:
+    """Splits of one problem, of ``size`` keys or, where their parts would take too much memory, of more.
+
+    Parameters
+    ----------
+    problem : Problem
+    executor : Executor
+    span : int
+        Most keys that one token attends.
+    size : int
+        Wanted keys of a split, a multiple of 16.
+    """
+
+    def __init__(self, problem: Problem, executor: Executor[Function], span: int, size: int) -> None:
+        p = self.problem = problem
+        while (
+            sum(partial_bytes(p.token_count, split_count(span, size), p.num_heads, p.v_head_size)) > MAX_PARTIAL_BYTES
+        ):
+            size *= 2
+        self.executor, self.size, self.count = executor, size, split_count(span, size)
+        acc_bytes, lse_bytes = partial_bytes(p.token_count, self.count, p.num_heads, p.v_head_size)
+        self._lse_at = aligned(acc_bytes)
+        self.workspace_bytes = self._lse_at + lse_bytes
+        self.spec = combine_splits.CombineSpec(p.io_dtype, p.v_head_size)
+        self.function = executor.load(combine_splits.KERNEL, self.spec) if self.count > 1 else None
+
+    def partials(self, workspace: int) -> bytes:
+        """Where the parts are, for the kernel that makes them and the one that merges them."""
+        return PARTIALS.pack(acc=workspace, lse=workspace + self._lse_at, split_size=self.size, split_count=self.count)
+
+    def combine(self, shared: Shared, partials: bytes) -> None:
+        """Merge the parts of every token that has several; the others are finished already."""
+        if self.function is None:
+            return
+        packed = combine_splits.PARAMS.pack(
+            sequences=shared.sequences, blocks=shared.blocks, rules=shared.rules, out=shared.out, partials=partials
+        )
+        p = self.problem
+        combine_splits.launch(self.executor, self.function, self.spec, p.token_count, p.num_heads, packed)
