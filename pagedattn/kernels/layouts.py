@@ -1,4 +1,4 @@
-"""Structs that several kernels' Params share, one for each header of ``kernels_cu/include/pagedattn`` that defines it."""
+"""Structs that several kernels' Params share, one for each header in ``include/pagedattn`` that defines it."""
 
 from __future__ import annotations
 
