@@ -1,0 +1,29 @@
+"""PagedAttention as an ONNX operator: schema and shape inference, execution, nodes and graph rewriting.
+
+Needs the package onnx: ``pip install "pagedattn[onnx]"``.
+"""
+
+from __future__ import annotations
+
+from pagedattn.errors import MissingDependencyError
+
+try:
+    import onnx as _onnx  # noqa: F401
+except ImportError as error:
+    raise MissingDependencyError(
+        f'pagedattn.onnx needs the package onnx ({error}): pip install "pagedattn[onnx]"'
+    ) from error
+
+from pagedattn.onnx.inference import NodeInferenceError
+from pagedattn.onnx.node import PagedAttentionNode, make_paged_attention_node, read_paged_attention_node
+from pagedattn.onnx.schema import deregister_schema, make_schema, register_schema
+
+__all__ = [
+    "NodeInferenceError",
+    "PagedAttentionNode",
+    "deregister_schema",
+    "make_paged_attention_node",
+    "make_schema",
+    "read_paged_attention_node",
+    "register_schema",
+]

@@ -1,0 +1,265 @@
+"""Nodes of PagedAttention: read, made and checked by the contract's names instead of by index."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto, helper
+
+from pagedattn import contract
+from pagedattn.dtypes import BY_NAME, FLOAT16, FLOAT32, INT4, INT8, INT32
+from pagedattn.errors import InvalidArgumentError
+from pagedattn.onnx.types import PartialTensor, partial_tensor
+from pagedattn.problem import TensorInfo
+from pagedattn.validate import coerce_attributes, expected, validate
+
+OUTPUTS = tuple(row for row in contract.OUTPUTS if row.index is not None)
+OUTPUT_NAMES = tuple(row.name for row in OUTPUTS)
+# Attributes that other tools write, and what they mean for the rest of the node.
+_SCALES = "A node with it has scales per token at inputs 17 and 18, which are query_positions and attention_bias here."
+FOREIGN_ATTRIBUTES = {
+    "qk_rotation": _SCALES,
+    "v_rotation": _SCALES,
+    "causal": "GroupQueryAttention's causal is is_causal here.",
+    "smooth_softmax": "It is a head_sink of zeros.",
+    "kv_cache_bit_width": "The width follows from the caches' type and k_cache_dtype, v_cache_dtype.",
+    "sliding_window_cache": "A rolling cache is a block_table with -1 below the window.",
+    "q_norm_epsilon": "There is one qk_norm_epsilon.",
+    "k_norm_epsilon": "There is one qk_norm_epsilon.",
+}
+
+
+@dataclass(frozen=True)
+class PagedAttentionNode:
+    """A node by the contract's names.
+
+    Attributes
+    ----------
+    inputs, outputs : dict of str to str
+        Name in the contract to name of the value in the graph; absent ones are left out.
+    attributes : dict
+        Only those that the node sets; `pagedattn.paged_attention` takes them as they are.
+    """
+
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    attributes: dict[str, Any]
+
+
+def attribute_value(attribute: Any) -> Any:
+    """Value of an AttributeProto; strings as str."""
+    value = helper.get_attribute_value(attribute)
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def names_by_index(names: Sequence[str], rows: Sequence[str], kind: str) -> dict[str, str]:
+    """Values of a node by the names of their positions; an empty name is an absent value."""
+    if len(names) > len(rows):
+        raise InvalidArgumentError(expected(kind, f"at most {len(rows)}, up to {rows[-1]}", len(names)))
+    return {row: name for row, name in zip(rows, names, strict=False) if name}
+
+
+def refuse_unknown_attributes(names: Iterable[str]) -> None:
+    """Refuse attributes that the contract does not know, by name: the node would mean something else."""
+    for name in names:
+        if name not in contract.ATTRIBUTE_BY_NAME:
+            known = f"an attribute of {contract.NAME} among {', '.join(contract.ATTRIBUTE_BY_NAME)}"
+            raise InvalidArgumentError(expected(name, known, "an unknown name", FOREIGN_ATTRIBUTES.get(name, "")))
+
+
+def read_paged_attention_node(node: NodeProto) -> PagedAttentionNode:
+    """Read a node of the operator.
+
+    Parameters
+    ----------
+    node : onnx.NodeProto
+
+    Raises
+    ------
+    InvalidArgumentError
+        The node is of another operator, has more inputs or outputs, or an attribute that the contract does not know.
+    """
+    if (node.domain, node.op_type) != (contract.DOMAIN, contract.NAME):
+        want = f"{contract.DOMAIN}::{contract.NAME}"
+        raise InvalidArgumentError(expected("node", f"one of {want}", f"{node.domain}::{node.op_type}"))
+    refuse_unknown_attributes(attribute.name for attribute in node.attribute)
+    return PagedAttentionNode(
+        names_by_index(node.input, [row.name for row in contract.INPUTS], "inputs"),
+        names_by_index(node.output, OUTPUT_NAMES, "outputs"),
+        {attribute.name: attribute_value(attribute) for attribute in node.attribute},
+    )
+
+
+def make_paged_attention_node(
+    inputs: Mapping[str, str],
+    outputs: Mapping[str, str],
+    *,
+    name: str = "",
+    types: Any = (),
+    **attributes: Any,
+) -> NodeProto:
+    """Make a node, and refuse one that could not run.
+
+    Parameters
+    ----------
+    inputs, outputs : mapping of str to str
+        Name in the contract ("query", "key_cache_out", ...) to name of the value in the graph.
+    name : str
+        Name of the node.
+    types : mapping of value name to TypeProto, or iterable of ValueInfoProto
+        Types and shapes of the graph's values, as far as they are known; symbolic dimensions are left open.
+    **attributes
+        Attributes of the operator; those equal to their default are left out of the node.
+
+    Returns
+    -------
+    onnx.NodeProto
+
+    Raises
+    ------
+    InvalidArgumentError
+        The node breaks the contract as far as can be told now; the message names the input, output or attribute.
+
+    Examples
+    --------
+    >>> node = make_paged_attention_node(
+    ...     {"query": "qkv", "key_cache": "past.key", "value_cache": "past.value",
+    ...      "cumulative_sequence_length": "cu", "past_seqlens": "past", "block_table": "table"},
+    ...     {"output": "attended", "key_cache_out": "present.key", "value_cache_out": "present.value"},
+    ...     num_heads=8, kv_num_heads=2)
+    >>> list(node.input)[:4]
+    ['qkv', '', '', 'past.key']
+    """
+    for kind, given, known in (("inputs", inputs, contract.INPUT_BY_NAME), ("outputs", outputs, OUTPUT_NAMES)):
+        for key in given:
+            if key not in known:
+                raise InvalidArgumentError(expected(kind, f"names among {', '.join(known)}", repr(key)))
+    inputs = {key: value for key, value in inputs.items() if value}
+    outputs = {key: value for key, value in outputs.items() if value}
+    refuse_unknown_attributes(attributes)
+    by_value: Mapping[Any, Any] = types if isinstance(types, Mapping) else {info.name: info.type for info in types}
+    check_node({key: partial_tensor(by_value.get(value)) for key, value in inputs.items()}, outputs, attributes)
+    values = coerce_attributes(attributes)
+    return helper.make_node(
+        contract.NAME,
+        _positional(inputs, [row.name for row in contract.INPUTS]),
+        _positional(outputs, OUTPUT_NAMES),
+        name=name,
+        domain=contract.DOMAIN,
+        **{row.name: values[row.name] for row in contract.ATTRIBUTES if values[row.name] != row.default},
+    )
+
+
+def _positional(given: Mapping[str, str], rows: Sequence[str]) -> list[str]:
+    last = max(rows.index(name) for name in given)
+    return [given.get(row, "") for row in rows[: last + 1]]
+
+
+def check_node(inputs: Mapping[str, PartialTensor], outputs: Collection[str], attributes: Mapping[str, Any]) -> None:
+    """Hold a node against the contract, as far as its shapes and types are known.
+
+    What is open is filled with the least that the contract allows, then the rules of a call decide: a node passes if
+    some sizes make it valid.
+    """
+    values = coerce_attributes(attributes)
+    validate(_complete(inputs, values), values)
+    _check_outputs(outputs, values)
+
+
+def _check_outputs(outputs: Collection[str], values: Mapping[str, Any]) -> None:
+    if "output" not in outputs:
+        raise InvalidArgumentError("output: required output, got an empty name.")
+    key, value = "key_cache_out" in outputs, "value_cache_out" in outputs
+    if values["kv_cache_layout"] == "LATENT":
+        if value:
+            raise InvalidArgumentError("value_cache_out: expected an empty name in the LATENT layout, got a name.")
+    elif key != value:
+        there, missing = ("key", "value") if key else ("value", "key")
+        raise InvalidArgumentError(f"{missing}_cache_out: required together with {there}_cache_out, got none.")
+    if bool(values["qk_output"]) != ("output_qk" in outputs):
+        want = "output_qk as the fourth output" if values["qk_output"] else "0 without the output output_qk"
+        raise InvalidArgumentError(expected("qk_output", want, values["qk_output"]))
+
+
+def _complete(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Tensors with every open type and dimension filled in, so that they can be validated like a call's."""
+    dtypes = _complete_types(inputs, values)
+    sizes = _known_sizes(inputs)
+    sizes.update(num_heads=values["num_heads"], kv_num_heads=values["kv_num_heads"])
+    packed = values["kv_cache_layout"] == "SEPARATE" and "key" not in inputs and "value" not in inputs
+    heads = sizes["num_heads"] + (2 * sizes["kv_num_heads"] if packed else 0)
+    int4 = dtypes.get("T_CACHE") == INT4.numpy
+    half, offset = sizes.get("rotary_half", 0), values["rotary_offset"]
+    head_size = (
+        sizes.get("query_width", 0) // heads
+        or sizes.get("kv_width", 0) // sizes["kv_num_heads"]
+        or sizes.get("cache_width", 0) * (2 if int4 else 1)
+        or sizes.get("head_size", 0)
+        or -(-max(8, offset + 2 * half, values["v_head_size"]) // 8) * 8
+    )
+    least = {
+        "head_size": head_size,
+        "query_width": heads * head_size,
+        "kv_width": sizes["kv_num_heads"] * head_size,
+        "cache_width": (head_size + 1) // 2 if int4 else head_size,
+        "block_size": 16,
+        "rotary_half": max(1, (head_size - offset) // 2),
+    }
+    infos = {}
+    for number, row in enumerate(contract.INPUTS):
+        if row.name not in inputs:
+            continue
+        dimensions = _scale_dimensions(row.name, values) if row.type == "T_KV_SCALE" else row.shape
+        shape = inputs[row.name].shape
+        known = shape if shape is not None else (None,) * len(dimensions)
+        filled = []
+        for axis, extent in enumerate(known):
+            name, _, plus = (dimensions[axis] if axis < len(dimensions) else "").partition("+")
+            name = name.partition("|")[0] if "|1" not in name else "1"
+            fill = int(name) if name.isdigit() else sizes.get(name, least.get(name, 1)) + int(plus or 0)
+            filled.append(fill if extent is None else extent)
+        dtype = inputs[row.name].dtype or dtypes[row.type]
+        infos[row.name] = _described(tuple(filled), dtype, number)
+    return infos
+
+
+def _complete_types(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
+    types: dict[str, np.dtype[Any]] = {"S": INT32.numpy, "T_KV_SCALE": FLOAT32.numpy}
+    for row in contract.INPUTS:
+        known = inputs[row.name].dtype if row.name in inputs else None
+        if known is not None:
+            types.setdefault(row.type, known)
+    unquantized = values["k_quant_type"] == "NONE"
+    types.setdefault("T", types["T_CACHE"] if "T_CACHE" in types and unquantized else FLOAT16.numpy)
+    named = BY_NAME.get(values["k_cache_dtype"])
+    types.setdefault("T_CACHE", named.numpy if named else types["T"] if unquantized else INT8.numpy)
+    return types
+
+
+def _known_sizes(inputs: Mapping[str, PartialTensor]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for row in contract.INPUTS:
+        shape = inputs[row.name].shape if row.name in inputs else None
+        if shape is None or len(shape) != len(row.shape):
+            continue
+        for dimension, extent in zip(row.shape, shape, strict=True):
+            name, _, plus = dimension.partition("+")
+            if extent is not None and "|" not in dimension:
+                sizes.setdefault(name, extent - int(plus or 0))
+    return sizes
+
+
+def _scale_dimensions(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+    per_channel = values[{"k_scale": "k_quant_type", "v_scale": "v_quant_type"}[name]] == "PER_CHANNEL"
+    return ("kv_num_heads", "1", "head_size") if per_channel else ("1",)
+
+
+def _described(shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> TensorInfo:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return TensorInfo(shape, dtype, "cpu", tuple(reversed(strides)), number + 1, True)
