@@ -169,9 +169,12 @@ class PagedAttention:
         self._check_values(problem, arrays, infos, adapters, runtime)
         if env.debug_info():
             _print_debug_line(problem, choice)
-        make, like = adapters["query"].empty, query
-        output = out if out is not None else make((problem.token_count, problem.output_width), problem.io_dtype, like)
-        results: dict[str, Any] = {"output": output}
+        make, like = adapters["query"].empty, arrays["query"]
+        results: dict[str, Any] = {
+            "output": arrays["output"]
+            if out is not None
+            else make((problem.token_count, problem.output_width), problem.io_dtype, like)
+        }
         if problem.return_lse:
             results["lse"] = make((problem.token_count, problem.num_heads), dtype_named("float32"), like)
         if problem.qk_dtype is not None:
@@ -179,6 +182,7 @@ class PagedAttention:
             results["output_qk"] = make((problem.num_heads, problem.token_count, width), problem.qk_dtype, like)
         if problem.token_count:
             self._run(prepared, arrays, infos, adapters, results)
+        output = out if out is not None else results["output"]
         return PagedAttentionResult(output, key_cache, value_cache, results.get("output_qk"), results.get("lse"))
 
     def explain(self, **inputs: Any) -> Choice:

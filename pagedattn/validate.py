@@ -146,9 +146,12 @@ def _coerce(row: contract.Attribute, value: Any) -> int | float | str:
     else:
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
             value = value.item()
-        if isinstance(value, str) or not hasattr(value, "__float__"):
+        if isinstance(value, str) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
             raise InvalidArgumentError(expected(row.name, "a number", repr(value)))
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer that no float holds
+            number = math.inf
         if math.isnan(number) or math.isinf(number):
             raise InvalidArgumentError(expected(row.name, "a finite number", value))
         if row.type is int and number != int(number):
@@ -619,7 +622,9 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
         ~live | (kv_len <= problem.capacity),
         f"past + new tokens <= the block table's capacity {problem.capacity}",
     )
-    window_start = np.maximum(0, past - problem.local_window_size + 1) if problem.has_window else 0 * past
+    window_start = 0 * past
+    if problem.has_window and not problem.has_query_positions:
+        window_start = np.maximum(0, past - problem.local_window_size + 1)
     first = window_start // problem.block_size
     entry = np.arange(table.shape[1])
     used = live[:, None] & (entry >= first[:, None]) & (entry * problem.block_size < kv_len[:, None])
