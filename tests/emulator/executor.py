@@ -211,7 +211,7 @@ class EmulatorExecutor:
 
     def _load_runtime(self) -> ctypes.CDLL:
         if self._runtime is None:
-            self._runtime = ctypes.CDLL(str(self._toolchain.runtime), mode=ctypes.RTLD_GLOBAL)
+            self._runtime = ctypes.CDLL(str(self._toolchain.runtime))
         return self._runtime
 
     def _explain(self, function: Function, text: str, address: int | None, params: bytes) -> str:

@@ -1,8 +1,8 @@
 """Memory that kernels see: NumPy arrays between pages that nobody may touch.
 
-A buffer ends where its last page ends, so that the first byte past it faults. What is left between the buffer and its
-guards (before it, and up to 15 bytes behind it) holds a pattern that is compared after each launch, and is poisoned for
-AddressSanitizer when that runs.
+A buffer ends where its last page ends, so that the first byte past it faults; or, on request, it starts where its first
+page does, so that the byte before it faults. What is left between the buffer and its guards holds a pattern that is
+compared after each launch, and is poisoned for AddressSanitizer when that runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Block(mmap.mmap):
     nbytes: int
 
     @classmethod
-    def allocate(cls, nbytes: int) -> Block:
+    def allocate(cls, nbytes: int, at_start: bool = False) -> Block:
         body = max(_PAGE, _round_up(nbytes, _PAGE))
         block = cls(-1, body + 2 * _PAGE)
         pages = np.frombuffer(block, np.uint8)
@@ -37,7 +37,7 @@ class Block(mmap.mmap):
         alignment = 256
         while alignment > 16 and nbytes % alignment:
             alignment //= 2
-        offset = _PAGE + body - _round_up(nbytes, alignment)
+        offset = _PAGE if at_start else _PAGE + body - _round_up(nbytes, alignment)
         block.start, block.nbytes = first + offset, nbytes
         block._gaps = (slice(_PAGE, offset), slice(offset + nbytes, _PAGE + body))
         _sanitizer("unpoison", first, len(block))
@@ -69,20 +69,24 @@ class Block(mmap.mmap):
 _blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
 
 
-def empty(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+def empty(shape: int | tuple[int, ...], dtype: Any, at_start: bool = False) -> np.ndarray[Any, Any]:
     """Array in guarded memory, every byte 0xFF."""
-    return _new(shape, dtype, _POISON)
+    array = zeros(shape, dtype, at_start)
+    ctypes.memset(pointer(array), _POISON, array.nbytes)
+    return array
 
 
-def zeros(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+def zeros(shape: int | tuple[int, ...], dtype: Any, at_start: bool = False) -> np.ndarray[Any, Any]:
     """Array of zeros in guarded memory."""
-    return _new(shape, dtype, 0)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    dtype = np.dtype(dtype)
+    return Block.allocate(math.prod(shape) * dtype.itemsize, at_start).array(shape, dtype)
 
 
-def upload(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def upload(array: np.ndarray[Any, Any], at_start: bool = False) -> np.ndarray[Any, Any]:
     """Copy an array into guarded memory, with the same strides; bytes between its elements come along."""
     low, high = np.lib.array_utils.byte_bounds(array) if array.size else (0, 0)
-    block = Block.allocate(high - low)
+    block = Block.allocate(high - low, at_start)
     if high > low:
         ctypes.memmove(block.start, low, high - low)
     whole = block.array((high - low,), np.dtype(np.uint8))
@@ -119,15 +123,6 @@ def nearest(address: int) -> tuple[Block, int] | None:
 def damage() -> str | None:
     """What the last launch wrote around some buffer, or None."""
     return next(filter(None, (block.damage() for block in list(_blocks.values()))), None)
-
-
-def _new(shape: int | tuple[int, ...], dtype: Any, fill: int) -> np.ndarray[Any, Any]:
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    dtype = np.dtype(dtype)
-    block = Block.allocate(math.prod(shape) * dtype.itemsize)
-    if fill and block.nbytes:
-        ctypes.memset(block.start, fill, block.nbytes)
-    return block.array(shape, dtype)
 
 
 def _sanitizer(action: str, address: int, nbytes: int) -> None:

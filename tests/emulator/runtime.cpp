@@ -6,7 +6,8 @@
 //   failure    the fiber switches to its worker for good, which drops the CTA; the first failure of a launch is reported
 #include <emulator/runtime.h>
 
-#include <cxxabi.h>
+#include "races.h"
+
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <link.h>
@@ -195,6 +196,7 @@ struct Barrier {
   unsigned last_trues = 0;  // of the round that ended last
   std::vector<Fiber*> waiting;
   Place place;  // of the first to arrive
+  Races::Knowledge gathered;
 };
 
 struct Report {
@@ -217,6 +219,7 @@ struct Launch {
   dim3 grid, block;
   size_t shared_bytes;
   uint64_t seed;
+  bool finds_races;
   size_t tls_module, tls_bytes;  // where the kernel's static shared memory lives, in each thread
   unsigned cta_count;
 
@@ -253,6 +256,8 @@ struct Worker {
   unsigned live = 0;
   unsigned idle_yields = 0;  // since something last happened
   bool aborted = false;
+  Races races;
+  std::map<void*, Races::Knowledge> atomics;  // what the users of an atomic variable know
   uint64_t random = 0;
   enum class Order { kFirst, kLast, kRandom } order = Order::kFirst;
   std::unique_ptr<char[]> signal_stack;
@@ -289,16 +294,23 @@ void add_threads(Report& report, const Fiber& fiber) {
              fiber.block_idx.y, fiber.block_idx.z);
 }
 
-// Frames as "  frame <object> <offset>"; the Python side turns them into file and line.
-void add_frames(Report& report) {
-  void* frames[48];
-  const int count = backtrace(frames, 48);
-  for (int i = 0; i < count; ++i) {
-    Dl_info info;
-    if (!dladdr(frames[i], &info) || !info.dli_fname) continue;
-    const size_t offset = static_cast<char*>(frames[i]) - static_cast<char*>(info.dli_fbase);
-    report.add("\n  frame %s %zx", info.dli_fname, offset);
+// A frame is "  frame <object> <offset of a return address>"; the Python side turns it into function, file and line.
+void add_frame(Report& report, void* pc) {
+  Dl_info info;
+  if (!dladdr(pc, &info) || !info.dli_fname) return;
+  report.add("\n  frame %s %zx", info.dli_fname, static_cast<size_t>(static_cast<char*>(pc) - static_cast<char*>(info.dli_fbase)));
+}
+
+// The stack of calls. `interrupted` is where a signal came, if one did: what is above it on the stack is the handler's.
+void add_frames(Report& report, void* interrupted = nullptr) {
+  void* frames[64];
+  const int count = backtrace(frames, 64);
+  int first = 0;
+  if (interrupted) {
+    while (first < count && frames[first] != interrupted) ++first;
+    if (first == count) first = 0;
   }
+  for (int i = first; i < count; ++i) add_frame(report, static_cast<char*>(frames[i]) + (frames[i] == interrupted));
 }
 
 // Opens the report for the first failure of the launch; later ones are dropped.
@@ -343,13 +355,17 @@ void add_waiting(Report& report) {
   }
 }
 
-[[noreturn]] void fail_here(const std::string& reason, bool with_waiting = false) {
+[[noreturn]] void fail_here(const std::string& reason, bool with_waiting = false, void* other_pc = nullptr) {
   if (claim_report()) {
     Report& report = worker->launch->report;
     report.add("%s\n  in ", reason.c_str());
     add_threads(report, self());
-    if (with_waiting) add_waiting(report);
     add_frames(report);
+    if (with_waiting) add_waiting(report);
+    if (other_pc) {
+      report.add("\n  the other access:");
+      add_frame(report, other_pc);
+    }
   }
   worker->abort_cta(&self());
 }
@@ -406,7 +422,14 @@ void Worker::resume_next(Fiber& from) {
     finish_switch(&from);
     return;
   }
-  if (live) fail_here("deadlock: every thread that has not exited waits", true);
+  if (live) {
+    if (claim_report()) {
+      launch->report.add("deadlock: every thread that has not exited waits\n  in CTA (%u, %u, %u)", from.block_idx.x,
+                         from.block_idx.y, from.block_idx.z);
+      add_waiting(launch->report);
+    }
+    abort_cta(&from);
+  }
   abort_cta(&from);  // nothing is left: an ordinary end
 }
 
@@ -458,6 +481,14 @@ void check_convergence(Fiber& fiber, Warp& warp, const char* what, int barrier, 
 }
 
 void Worker::release(Barrier& barrier) {
+  if (races.on) {
+    if (barrier.expected >= fibers.size()) {
+      races.everyone_meets();
+    } else {
+      for (const Fiber* fiber : barrier.waiting) races.acquire(fiber->warp, barrier.gathered);
+    }
+    barrier.gathered = {};
+  }
   barrier.last_trues = barrier.trues;
   barrier.arrived = barrier.trues = 0;
   for (Fiber* fiber : barrier.waiting) {
@@ -502,6 +533,7 @@ void barrier_arrive(int id, unsigned count, bool predicate, bool waits, const ch
   fiber.barrier_count = static_cast<int>(count);
   barrier.arrived += 1;
   barrier.trues += predicate;
+  if (worker->races.on) worker->races.release(fiber.warp, barrier.gathered);
   if (waits) {
     fiber.wait = Wait::kBarrier;
     warp.at_barrier |= 1u << fiber.lane;
@@ -512,6 +544,34 @@ void barrier_arrive(int id, unsigned count, bool predicate, bool waits, const ch
   } else if (waits) {
     worker->resume_next(fiber);
   }
+}
+
+const char* verb(Access access) {
+  return access == Access::kRead ? "reads" : access == Access::kWrite ? "writes" : "updates atomically";
+}
+
+// An access to memory: to shared memory, it may race.
+inline void note_access(const void* address, size_t bytes, Access access, void* pc) {
+  if (!current || !worker->races.on) return;
+  const Fiber& fiber = self();
+  const PastAccess* other = worker->races.access(fiber.warp, fiber.lane, address, bytes, access, pc);
+  if (!other) return;
+  char text[256];
+  const ptrdiff_t offset = static_cast<const char*>(address) - worker->shared;
+  const bool is_dynamic = offset >= 0 && offset < static_cast<ptrdiff_t>(worker->launch->shared_bytes);
+  snprintf(text, sizeof text, "race in %s shared memory%s%s: this thread %s %zu bytes that warp %u lane %d %s; no barrier lies between",
+           is_dynamic ? "dynamic" : "static", is_dynamic ? " at byte " : "",
+           is_dynamic ? std::to_string(offset).c_str() : "", verb(access), bytes, other->warp,
+           31 - __builtin_clz(other->lanes), verb(other->access));
+  fail_here(text, false, other->pc);
+}
+
+void note_atomic(void* address, size_t bytes, void* pc) {
+  note_access(address, bytes, Access::kAtomic, pc);
+  if (!current || !worker->races.on) return;
+  Races::Knowledge& gathered = worker->atomics[address];
+  worker->races.release(self().warp, gathered);
+  worker->races.acquire(self().warp, gathered);
 }
 
 }  // namespace
@@ -574,7 +634,11 @@ void warp_collective(unsigned mask, Complete complete, void* operand, const char
     const int lane = __builtin_ctz(rest);
     operands[lane] = lanes[lane].operand;
   }
-  if (complete) complete(operands, mask);
+  if (complete) {
+    complete(operands, mask);
+  } else if (worker->races.on) {
+    worker->races.lanes_meet(fiber.warp, mask, warp.exists);
+  }
   warp.at_warp &= ~mask;
   for (unsigned rest = mask & ~bit; rest; rest &= rest - 1) {
     Fiber& other = lanes[__builtin_ctz(rest)];
@@ -598,6 +662,7 @@ void fail(const char* reason, const Place& place) { fail_here(describe(reason, p
 
 void async_copy(void* destination, const void* data, unsigned bytes) {
   Fiber& fiber = self();
+  note_access(destination, bytes, Access::kWrite, __builtin_return_address(0));
   Fiber::Copy copy{destination, bytes, fiber.committed, {}};
   memcpy(copy.data, data, bytes);
   memset(destination, kPoison, bytes);
@@ -608,8 +673,14 @@ void async_commit() { self().committed += 1; }
 
 void async_wait(unsigned newest_groups_left_running) {
   Fiber& fiber = self();
+  // Others may see the poison first.
+  if (worker->order != Worker::Order::kFirst && !fiber.copies.empty()) {
+    worker->push(&fiber);
+    worker->resume_next(fiber);
+  }
   size_t done = 0;
   while (done < fiber.copies.size() && fiber.copies[done].group + newest_groups_left_running < fiber.committed) {
+    note_access(fiber.copies[done].destination, fiber.copies[done].bytes, Access::kWrite, __builtin_return_address(0));
     memcpy(fiber.copies[done].destination, fiber.copies[done].data, fiber.copies[done].bytes);
     ++done;
   }
@@ -671,9 +742,16 @@ void Worker::run_cta(unsigned number) {
   if (__asan_poison_memory_region && shared_slack) {
     __asan_poison_memory_region(shared + launch->shared_bytes, shared_slack);
   }
+  char* fixed = nullptr;
   if (launch->tls_module) {
     size_t index[2] = {launch->tls_module, 0};
-    memset(__tls_get_addr(index), kPoison, launch->tls_bytes);
+    fixed = static_cast<char*>(__tls_get_addr(index));
+    memset(fixed, kPoison, launch->tls_bytes);
+  }
+  races.on = launch->finds_races;
+  if (races.on) {
+    races.start(static_cast<unsigned>(warps.size()), shared, launch->shared_bytes, fixed, launch->tls_bytes);
+    atomics.clear();
   }
 
   order = launch->seed == 0 ? Order::kFirst : launch->seed == 1 ? Order::kLast : Order::kRandom;
@@ -683,7 +761,7 @@ void Worker::run_cta(unsigned number) {
   idle_yields = 0;
   live = static_cast<unsigned>(fibers.size());
   for (Warp& warp : warps) warp = Warp{};
-  for (Barrier& barrier : barriers) barrier.arrived = barrier.trues = 0, barrier.waiting.clear();
+  for (Barrier& barrier : barriers) barrier = Barrier{};
   for (unsigned i = 0; i < fibers.size(); ++i) {
     Fiber& fiber = fibers[i];
     fiber.index = i;
@@ -780,12 +858,22 @@ void on_signal(int signal, siginfo_t* info, void* context) {
     switch (signal) {
       case SIGSEGV:
       case SIGBUS: {
+        if (info->si_code == SI_KERNEL) {  // a general protection fault comes without an address
+          report.add("misaligned vector access, or an address that cannot exist");
+          break;
+        }
         bool writes = false;
 #if defined(__x86_64__)
         writes = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2;
 #endif
         report.add("invalid %s at address %p", writes ? "write" : "read", info->si_addr);
         worker->launch->faulting_address = info->si_addr;
+        const char* address = static_cast<char*>(info->si_addr);
+        const ptrdiff_t past = address - worker->shared - static_cast<ptrdiff_t>(worker->launch->shared_bytes);
+        if (past >= 0 && past < static_cast<ptrdiff_t>(page_bytes)) {
+          report.add(", %td bytes past the end of the CTA's %zu bytes of dynamic shared memory", past,
+                     worker->launch->shared_bytes);
+        }
         break;
       }
       case SIGFPE: report.add("integer division by zero"); break;
@@ -795,7 +883,11 @@ void on_signal(int signal, siginfo_t* info, void* context) {
     }
     report.add("\n  in ");
     add_threads(report, self());
-    add_frames(report);
+    void* interrupted = nullptr;
+#if defined(__x86_64__)
+    interrupted = reinterpret_cast<void*>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
+#endif
+    add_frames(report, interrupted);
   }
   siglongjmp(worker->recover, 1);
 }
@@ -816,6 +908,7 @@ struct EmulatorLaunch {
   uint64_t shared_bytes;
   uint64_t seed;
   uint32_t workers;
+  uint32_t finds_races;  // only in kernels compiled with -fsanitize=thread
   double seconds;                // time limit
 };
 
@@ -829,6 +922,7 @@ EMULATOR_API int emulator_launch(const EmulatorLaunch* request, char* text, uint
   launch.block = {request->block[0], request->block[1], request->block[2]};
   launch.shared_bytes = request->shared_bytes;
   launch.seed = request->seed;
+  launch.finds_races = request->finds_races;
   launch.cta_count = launch.grid.x * launch.grid.y * launch.grid.z;
   launch.report = {text, size};
   text[0] = 0;
@@ -896,6 +990,45 @@ EMULATOR_API int emulator_launch(const EmulatorLaunch* request, char* text, uint
   *address = launch.faulting_address;
   return launch.failed ? 1 : 0;
 }
+
+// What code compiled with -fsanitize=thread calls.
+#define EMULATOR_ACCESS(bytes)                                                                                        \
+  EMULATOR_API void __tsan_read##bytes(void* a) { note_access(a, bytes, Access::kRead, __builtin_return_address(0)); }   \
+  EMULATOR_API void __tsan_write##bytes(void* a) { note_access(a, bytes, Access::kWrite, __builtin_return_address(0)); } \
+  EMULATOR_API void __tsan_unaligned_read##bytes(void* a) {                                                           \
+    note_access(a, bytes, Access::kRead, __builtin_return_address(0));                                                \
+  }                                                                                                                   \
+  EMULATOR_API void __tsan_unaligned_write##bytes(void* a) {                                                          \
+    note_access(a, bytes, Access::kWrite, __builtin_return_address(0));                                               \
+  }
+EMULATOR_ACCESS(1)
+EMULATOR_ACCESS(2)
+EMULATOR_ACCESS(4)
+EMULATOR_ACCESS(8)
+EMULATOR_ACCESS(16)
+#undef EMULATOR_ACCESS
+EMULATOR_API void __tsan_read_range(void* a, size_t n) { note_access(a, n, Access::kRead, __builtin_return_address(0)); }
+EMULATOR_API void __tsan_write_range(void* a, size_t n) { note_access(a, n, Access::kWrite, __builtin_return_address(0)); }
+EMULATOR_API void __tsan_init() {}
+EMULATOR_API void __tsan_func_entry(void*) {}
+EMULATOR_API void __tsan_func_exit() {}
+EMULATOR_API void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+// An atomic orders what its users did: it is taken to release and to acquire, as with a fence on either side.
+#define EMULATOR_ATOMIC(bits)                                                                                         \
+  EMULATOR_API uint##bits##_t __tsan_atomic##bits##_load(const volatile uint##bits##_t* a, int) {                     \
+    note_atomic(const_cast<uint##bits##_t*>(a), bits / 8, __builtin_return_address(0));                               \
+    return __atomic_load_n(a, __ATOMIC_SEQ_CST);                                                                      \
+  }                                                                                                                   \
+  EMULATOR_API bool __tsan_atomic##bits##_compare_exchange_strong(volatile uint##bits##_t* a, uint##bits##_t* expected, \
+                                                                  uint##bits##_t desired, int, int) {                 \
+    note_atomic(const_cast<uint##bits##_t*>(a), bits / 8, __builtin_return_address(0));                               \
+    return __atomic_compare_exchange_n(a, expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);              \
+  }
+EMULATOR_ATOMIC(16)
+EMULATOR_ATOMIC(32)
+EMULATOR_ATOMIC(64)
+#undef EMULATOR_ATOMIC
 
 }  // extern "C"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 RUNTIME_SOURCES = (HERE / "runtime.cpp", HERE / "collectives.cpp")
+RUNTIME_HEADERS = (HERE / "races.h",)
 
 # Signed char, type punning and contraction are what NVRTC does; visibility and no-gnu-unique keep each kernel's static
 # shared memory its own.
@@ -32,7 +33,9 @@ _COMMON = (
 MODES = {
     "plain": ("-O2", "-g1", "-gdwarf-4"),
     "debug": ("-O0", "-g", "-gdwarf-4"),
-    "sanitize": ("-O1", "-g1", "-gdwarf-4", "-fsanitize=address,undefined", "-fsanitize-recover=all", "-fno-sanitize=vptr,alignment"),
+    # Calls __tsan_read4 and the like, which are the runtime's own: libtsan takes no part.
+    "races": ("-O2", "-g1", "-gdwarf-4", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
+    "sanitize": ("-O1", "-g1", "-gdwarf-4", "-fsanitize=address,undefined", "-fsanitize-recover=all", "-fno-sanitize=vptr"),
 }
 
 
@@ -66,28 +69,28 @@ class Toolchain:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of all that every build depends on: compiler, flags, the emulator's files and the CUDA headers."""
+        """Digest of all that every build depends on but its flags: compiler, the emulator's files, the CUDA headers."""
         version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        parts = [version, *self.flags, str(self.cuda_include)]
+        parts = [version, str(self.cuda_include)]
         files = [path for path in sorted(INCLUDE.rglob("*")) if path.is_file()]
         files += [self.cuda_include / name for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")]
-        parts += [path.read_text(encoding="utf-8", errors="replace") for path in (*files, *RUNTIME_SOURCES)]
+        parts += [path.read_text(encoding="utf-8", errors="replace") for path in (*files, *RUNTIME_HEADERS, *RUNTIME_SOURCES)]
         return _digest(*parts)
 
     @functools.cached_property
     def runtime(self) -> Path:
         """The runtime's shared object. Never sanitized itself: it calls the sanitizer's interface when there is one."""
-        mode = "debug" if self.mode == "debug" else "plain"
-        flags = (*_COMMON, *_machine_flags(), *MODES[mode], "-O3", "-Wall", "-Wextra", "-pthread")
+        optimize = MODES["debug"] if self.mode == "debug" else (*MODES["plain"], "-O3")
+        flags = (*_COMMON, *_machine_flags(), *optimize, "-Wall", "-Wextra", "-pthread")
         target = self.cache / f"runtime-{_digest(self.digest, *flags)[:16]}.so"
         includes = ("-I", str(INCLUDE), "-isystem", str(self.cuda_include))
-        arguments = (*flags, *includes, *map(str, RUNTIME_SOURCES), "-shared", "-ldl", f"-Wl,-soname,{target.name}")
+        arguments = (*flags, *includes, *map(str, RUNTIME_SOURCES), "-shared", "-Wl,-Bsymbolic", f"-Wl,-soname,{target.name}")
         return self._build(target, arguments, HERE)
 
     @functools.cached_property
     def prelude(self) -> Path:
         """The CUDA vocabulary, precompiled: a header that g++ replaces by the ``.gch`` beside it."""
-        directory = self.cache / f"prelude-{self.digest[:16]}"
+        directory = self.cache / f"prelude-{_digest(self.digest, *self.flags)[:16]}"
         header = directory / "cuda.h"
         directory.mkdir(parents=True, exist_ok=True)
         if not header.exists():
@@ -110,7 +113,7 @@ class Toolchain:
         directory : Path
             What relative names in ``#line`` are relative to, so that a debugger finds the source.
         """
-        target = self.cache / f"{name}-{_digest(self.digest, text)[:16]}.so"
+        target = self.cache / f"{name}-{_digest(self.digest, *self.flags, text)[:16]}.so"
         if target.exists():
             return target
         source = target.with_suffix(".cpp")
@@ -120,9 +123,15 @@ class Toolchain:
         arguments = (
             *self.flags,
             *("-include", str(prelude), "-I", str(INCLUDE), "-I", str(include_dir), "-isystem", str(self.cuda_include)),
-            *("-x", "c++", str(source), "-x", "none", "-shared", str(self.runtime), f"-Wl,-rpath,{self.cache}"),
+            *("-x", "c++", str(source)),
         )
-        return self._build(target, arguments, directory)
+        if self.mode != "races":
+            return self._build(target, (*arguments, *self._link()), directory)
+        compiled = self._build(target.with_suffix(".o"), (*arguments, "-c"), directory)
+        return self._build(target, (str(compiled), *self._link()), directory)  # without libtsan
+
+    def _link(self) -> tuple[str, ...]:
+        return ("-x", "none", "-shared", str(self.runtime), f"-Wl,-rpath,{self.cache}")
 
     def _build(self, target: Path, arguments: tuple[str, ...], directory: Path) -> Path:
         if target.exists():
