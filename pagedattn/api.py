@@ -37,6 +37,7 @@ CHECKED = (
     "block_table",
     "slot_mapping",
     "query_positions",
+    "rotary_positions",
     "k_scale",
     "v_scale",
 )
@@ -94,6 +95,9 @@ class PagedAttention:
     InvalidArgumentError
         An attribute is unknown, missing or out of range.
     """
+
+    name = contract.NAME
+    contiguous = False  # one run of positions a sequence instead of a block table
 
     def __init__(
         self,
@@ -161,6 +165,11 @@ class PagedAttention:
             attention_bias,
         )
         arrays = {row.name: x for row, x in zip(contract.INPUTS, given, strict=True) if x is not None}
+        return self._execute(arrays, out)
+
+    def _execute(self, arrays: dict[str, Any], out: Any = None) -> PagedAttentionResult:
+        """Check the inputs that are present, by name, and run the call."""
+        key_cache, value_cache = arrays.get("key_cache"), arrays.get("value_cache")
         if out is not None:
             arrays["output"] = out
         infos, adapters = _describe(arrays)
@@ -168,13 +177,12 @@ class PagedAttention:
         problem, choice, runtime = prepared.problem, prepared.choice, prepared.runtime
         self._check_values(problem, arrays, infos, adapters, runtime)
         if env.debug_info():
-            _print_debug_line(problem, choice)
+            _print_debug_line(self.name, problem, choice)
         make, like = adapters["query"].empty, arrays["query"]
-        results: dict[str, Any] = {
-            "output": arrays["output"]
-            if out is not None
-            else make((problem.token_count, problem.output_width), problem.io_dtype, like)
-        }
+        output = arrays.get("output")
+        if output is None:
+            output = make((problem.token_count, problem.output_width), problem.io_dtype, like)
+        results: dict[str, Any] = {"output": output}
         if problem.return_lse:
             results["lse"] = make((problem.token_count, problem.num_heads), dtype_named("float32"), like)
         if problem.qk_dtype is not None:
@@ -182,8 +190,8 @@ class PagedAttention:
             results["output_qk"] = make((problem.num_heads, problem.token_count, width), problem.qk_dtype, like)
         if problem.token_count:
             self._run(prepared, arrays, infos, adapters, results)
-        output = out if out is not None else results["output"]
-        return PagedAttentionResult(output, key_cache, value_cache, results.get("output_qk"), results.get("lse"))
+        returned = output if out is None else out
+        return PagedAttentionResult(returned, key_cache, value_cache, results.get("output_qk"), results.get("lse"))
 
     def explain(self, **inputs: Any) -> Choice:
         """Tell which backend would serve a call with these inputs, by name, and why each earlier one would not."""
@@ -224,6 +232,7 @@ class PagedAttention:
                 qk_dtype=self.qk_dtype,
                 metadata=metadata,
                 max_output_qk_bytes=self.max_output_qk_bytes,
+                contiguous=self.contiguous,
             )
             runtime = runtime_of(problem.device)
             if runtime.is_capturing():
@@ -238,7 +247,7 @@ class PagedAttention:
             if len(self._prepared) > MAX_PLANS:
                 self._prepared.popitem(last=False)
         if "value_cache" in infos and infos["value_cache"].pointer == infos["key_cache"].pointer:
-            validate(infos, self.attributes)  # the one static rule that depends on addresses
+            validate(infos, self.attributes, contiguous=self.contiguous)  # the one static rule about addresses
         return prepared
 
     def _check_values(
@@ -323,10 +332,10 @@ def _planner(row: Row) -> Any:
     return import_module(row.module).plan
 
 
-def _print_debug_line(problem: Problem, choice: Choice) -> None:
+def _print_debug_line(operator: str, problem: Problem, choice: Choice) -> None:
     passed = " ".join(f"{name}=0({reason})" for name, reason in choice.passed_over)
     print(
-        f"Operator=PagedAttention DataType={problem.io_dtype} CacheType={problem.cache_dtype} "
+        f"Operator={operator} DataType={problem.io_dtype} CacheType={problem.cache_dtype} "
         f"SdpaKernel={choice.row.sdpa_kernel} Backend={choice.row.name} {passed}".rstrip(),
         file=sys.stderr,
     )

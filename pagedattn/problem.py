@@ -49,6 +49,10 @@ class Problem:
         Resolved: never the attribute's 0.
     rotary_dim, max_seq_len : int
         Channels that RoPE rotates and rows of cos_cache; 0 without ``do_rotary``.
+    is_contiguous : bool
+        There is no block table: block b, of block_size positions, is sequence b's.
+    has_rotary_positions : bool
+        The array ``rotary_positions`` holds each token's position for RoPE, apart from its position for the mask.
     bias_shape : tuple of int, or None
         Shape of attention_bias.
     max_query_len_bound, max_kv_len_bound : int
@@ -72,6 +76,7 @@ class Problem:
     cache_dtype: DType
     mode: str
     scale: float
+    is_contiguous: bool = False
     softcap: float = 0.0
     local_window_size: int = -1
     is_causal: bool = True
@@ -87,6 +92,7 @@ class Problem:
     has_slot_mapping: bool = False
     has_head_sink: bool = False
     has_query_positions: bool = False
+    has_rotary_positions: bool = False
     bias_shape: tuple[int, int, int, int] | None = None
     qk_output: int = 0
     qk_dtype: DType | None = None

@@ -23,17 +23,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 DEFAULT_MAX_OUTPUT_QK_BYTES = 1 << 30
 
 
-class Call:
-    """A call while it is being checked: tensors, attributes, and the sizes bound so far with who bound them."""
+class Shapes:
+    """Tensors whose shapes are being matched: the sizes bound so far, with who bound them."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], attributes: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self.tensors = tensors
-        self.attributes = coerce_attributes(attributes)
         self.sizes: dict[str, int] = {}
         self.bound_by: dict[str, str] = {}
-
-    def __getitem__(self, attribute: str) -> Any:
-        return self.attributes[attribute]
 
     def has(self, name: str) -> bool:
         """Whether an input is present."""
@@ -42,6 +38,31 @@ class Call:
     def bind(self, name: str, value: int, who: str) -> None:
         """Fix a size, remembering who fixed it."""
         self.sizes[name], self.bound_by[name] = value, who
+
+    def match(self, name: str, want: tuple[str, ...]) -> str | None:
+        """Match a tensor against named sizes, in the notation of `contract`; a message if it does not fit."""
+        got = self.tensors[name].shape
+        if len(got) != len(want):
+            return expected(name, f"rank {len(want)}, ({', '.join(want)})", f"shape {got}")
+        for axis, (dimension, extent) in enumerate(zip(want, got, strict=True)):
+            message = _match(self, name, axis, dimension, extent)
+            if message:
+                return message
+        return None
+
+
+class Call(Shapes):
+    """A call while it is being checked: tensors, sizes and attributes."""
+
+    def __init__(
+        self, tensors: Mapping[str, TensorInfo], attributes: Mapping[str, Any], contiguous: bool = False
+    ) -> None:
+        super().__init__(tensors)
+        self.is_contiguous = contiguous
+        self.attributes = coerce_attributes(attributes)
+
+    def __getitem__(self, attribute: str) -> Any:
+        return self.attributes[attribute]
 
     @property
     def is_latent(self) -> bool:
@@ -87,6 +108,7 @@ def validate(
     qk_dtype: DType = FLOAT32,
     metadata: tuple[int, ...] | None = None,
     max_output_qk_bytes: int = DEFAULT_MAX_OUTPUT_QK_BYTES,
+    contiguous: bool = False,
 ) -> Problem:
     """Check a call and state it as a `Problem`.
 
@@ -102,13 +124,16 @@ def validate(
         Values of attention_metadata.
     max_output_qk_bytes : int
         Limit of the size of output_qk.
+    contiguous : bool
+        block_table is absent, and the caches hold one run of positions a sequence, (batch_size, capacity,
+        kv_num_heads, head_size) of any capacity; ``rotary_positions`` may be among the tensors.
 
     Raises
     ------
     InvalidArgumentError
         Naming the tensor or attribute, what was expected and what came.
     """
-    call = Call(tensors, attributes)
+    call = Call(tensors, attributes, contiguous)
     for check in RULES:
         message = check(call)
         if message is not None:
@@ -118,19 +143,19 @@ def validate(
     return problem
 
 
-def coerce_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def coerce_attributes(
+    attributes: Mapping[str, Any], rows: tuple[contract.Attribute, ...] = contract.ATTRIBUTES
+) -> dict[str, Any]:
     """Attributes with defaults filled in and every number a plain Python int or float.
 
     Any spelling of a number is taken (Python, NumPy scalar, zero-dimensional array), so that
     kernels cannot see the difference.
     """
-    unknown = sorted(set(attributes) - set(contract.ATTRIBUTE_BY_NAME))
-    if unknown:
-        raise InvalidArgumentError(
-            expected(unknown[0], f"an attribute among {', '.join(contract.ATTRIBUTE_BY_NAME)}", "an unknown name")
-        )
+    known = [row.name for row in rows]
+    for name in sorted(set(attributes).difference(known)):
+        raise InvalidArgumentError(expected(name, f"an attribute among {', '.join(known)}", "an unknown name"))
     values: dict[str, Any] = {}
-    for row in contract.ATTRIBUTES:
+    for row in rows:
         value = attributes.get(row.name, row.default)
         if value is None:
             raise InvalidArgumentError(f"{row.name}: required attribute, got none.")
@@ -192,7 +217,8 @@ def rotary_offset_multiple(call: Call) -> str | None:
 @rule
 def required_inputs(call: Call) -> str | None:
     for row in contract.INPUTS:
-        if not row.optional and not call.has(row.name):
+        needed = not row.optional and not (call.is_contiguous and row.name == "block_table")
+        if needed and not call.has(row.name):
             return f"{row.name}: required input, got none."
     return None
 
@@ -380,14 +406,10 @@ def shapes_match(call: Call) -> str | None:
     for row in _TENSOR_ROWS:
         if not call.has(row.name):
             continue
-        got = call.tensors[row.name].shape
         want = _scale_shape(call, row.name) if row.type == "T_KV_SCALE" and row.name != "lse" else row.shape
-        if len(got) != len(want):
-            return expected(row.name, f"rank {len(want)}, ({', '.join(want)})", f"shape {got}")
-        for axis, (dimension, extent) in enumerate(zip(want, got, strict=True)):
-            message = _match(call, row.name, axis, dimension, extent)
-            if message:
-                return message
+        message = call.match(row.name, want)
+        if message:
+            return message
     return None
 
 
@@ -396,7 +418,7 @@ def _scale_shape(call: Call, name: str) -> tuple[str, ...]:
     return ("1",) if quant_type == "PER_TENSOR" else ("kv_num_heads", "1", "head_size")
 
 
-def _match(call: Call, name: str, axis: int, dimension: str, extent: int) -> str | None:
+def _match(call: Shapes, name: str, axis: int, dimension: str, extent: int) -> str | None:
     shape = call.tensors[name].shape
     wanted = []
     for alternative in dimension.split("|"):
@@ -421,7 +443,9 @@ def _match(call: Call, name: str, axis: int, dimension: str, extent: int) -> str
 @rule
 def block_size_power_of_two(call: Call) -> str | None:
     block_size = call.sizes["block_size"]
-    if block_size < 16 or block_size & (block_size - 1):
+    if call.is_contiguous:
+        call.bind("max_blocks_per_sequence", 1, "one block a sequence")
+    elif block_size < 16 or block_size & (block_size - 1):
         return expected("key_cache", "block_size (dimension 1) to be a power of two >= 16", block_size)
     return None
 
@@ -532,6 +556,7 @@ def _problem(call: Call, return_lse: bool, qk_dtype: DType, metadata: tuple[int,
         cache_dtype=call.cache_dtype,
         mode="latent" if call.is_latent else "packed" if call.is_packed else "separate",
         scale=call["scale"] or 1.0 / math.sqrt(sizes["head_size"]),
+        is_contiguous=call.is_contiguous,
         softcap=call["softcap"],
         local_window_size=window if window > 0 else -1,
         is_causal=bool(call["is_causal"]),
@@ -547,6 +572,7 @@ def _problem(call: Call, return_lse: bool, qk_dtype: DType, metadata: tuple[int,
         has_slot_mapping=call.has("slot_mapping"),
         has_head_sink=call.has("head_sink"),
         has_query_positions=call.has("query_positions"),
+        has_rotary_positions=call.has("rotary_positions"),
         bias_shape=call.tensors["attention_bias"].shape if call.has("attention_bias") else None,  # type: ignore[arg-type]
         qk_output=call["qk_output"],
         qk_dtype=qk_dtype if call["qk_output"] else None,
@@ -606,7 +632,7 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
     check_host_values(values)
     cu = values["cumulative_sequence_length"].astype(np.int64)
     past = values["past_seqlens"].astype(np.int64)
-    table = values["block_table"]
+    table = values.get("block_table", np.arange(problem.batch_size)[:, None])
     _require("cumulative_sequence_length", cu, (np.arange(cu.size) > 0) | (cu == 0), "0 as the first entry")
     _require("cumulative_sequence_length", cu, np.diff(cu, prepend=0) >= 0, "a value not below the one before")
     _require(
@@ -644,8 +670,9 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
             f"-1 or a slot in [0, num_blocks * block_size = {problem.slot_count})",
         )
     if problem.do_rotary:
-        if "query_positions" in values:
-            name, positions = "query_positions", values["query_positions"][:tokens]
+        name = "rotary_positions" if problem.has_rotary_positions else "query_positions"
+        if name in values:
+            positions = values[name][:tokens]
         else:
             name, positions = "past_seqlens", np.where(live, kv_len - 1, 0)
         _require(

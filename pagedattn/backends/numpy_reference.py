@@ -173,7 +173,8 @@ class NumpyPlan:
         lengths = read_lengths(p.token_count, tensors["cumulative_sequence_length"], tensors["past_seqlens"])
         position = tensors["query_positions"].astype(np.int64) if p.has_query_positions else lengths.position
         with np.errstate(all="ignore"):  # rows that count for nothing may hold anything
-            query, key, value = self.prologue(tensors, position)
+            rotary_position = tensors["rotary_positions"].astype(np.int64) if p.has_rotary_positions else position
+            query, key, value = self.prologue(tensors, rotary_position)
             key_rows, value_rows = self.caches(tensors)
             slots = (
                 tensors["slot_mapping"].astype(np.int64)
@@ -189,11 +190,10 @@ class NumpyPlan:
     def caches(self, tensors: Mapping[str, Array]) -> tuple[PagedRows, PagedRows | None]:
         """Accessors of the key and the value cache; no value cache in the LATENT layout."""
         p = self.problem
+        table = np.arange(p.batch_size)[:, None] if p.is_contiguous else tensors["block_table"]
 
         def rows(cache: str, scale: str) -> PagedRows:
-            return PagedRows(
-                tensors[cache], p.cache_dtype, tensors.get(scale), p.head_size, tensors["block_table"], self.compute
-            )
+            return PagedRows(tensors[cache], p.cache_dtype, tensors.get(scale), p.head_size, table, self.compute)
 
         return rows("key_cache", "k_scale"), None if p.is_latent else rows("value_cache", "v_scale")
 
