@@ -192,6 +192,15 @@ class Target:
             None if result.output_qk is None else self.fetch(result.output_qk, qk_dtype),
         )
 
+    def refuses(self, call: Call, match: str, **options: Any) -> None:
+        """See that a call is refused with a message, and that no cache changes."""
+        arrays = {name: self.place(x) if name != "attention_metadata" else x for name, x in call.arrays.items()}
+        with pytest.raises(pagedattn.InvalidArgumentError, match=match):
+            self.invoke(call, arrays, **options)
+        for name in ("key_cache", "value_cache"):
+            if name in arrays:
+                assert_same_bytes(self.fetch(arrays[name], call.arrays[name].dtype), call.arrays[name])
+
     def check(self, call: Call, roundings: float = 2, **options: Any) -> Outcome:
         """Run a call and compare everything with what `expected` says: caches bit for bit."""
         outcome = self.run(call, **options)
