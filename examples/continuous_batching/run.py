@@ -16,6 +16,7 @@ import numpy as np
 from display import display, print_table
 from engine import Engine, calibrate
 from model import Config, load_llama2c, random_model
+from scheduler import RequestError
 from sequence import Sequence
 from tokenizer import EOS, Tokenizer
 
@@ -42,7 +43,7 @@ def synthetic_requests(count: int, vocab_size: int, seed: int) -> list[Request]:
         prompt = rng.integers(3, vocab_size, length).tolist()
         if number % 3 == 0:
             prompt = system_prompt + prompt
-        requests.append(Request(prompt, int(rng.integers(8, 64)), 0.8 * (number % 2), 4 * number))
+        requests.append(Request(prompt, int(rng.integers(8, 64)), 0.8 * (number % 2), 2 * number))
     return requests
 
 
@@ -162,4 +163,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RequestError as error:
+        raise SystemExit(f"error: {error}") from None

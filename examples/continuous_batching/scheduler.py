@@ -16,6 +16,10 @@ from sequence import Sequence, Status
 from pagedattn.cache import BlockPool, BlockTable, OutOfBlocksError, window_blocks
 
 
+class RequestError(ValueError):
+    """A request that could never run."""
+
+
 @dataclass
 class Step:
     """One call of the model: (sequence, tokens to run), and block copies to make before it."""
@@ -67,18 +71,18 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, tokens: list[int], max_new_tokens: int, **options) -> Sequence:
-        """Queue a request; refuse one that could never run."""
+        """Queue a request, or raise `RequestError`."""
         if not tokens or max_new_tokens < 1:
-            raise ValueError(f"a request needs a prompt and room for an answer, got {len(tokens)} tokens and "
-                             f"max_new_tokens {max_new_tokens}.")
+            raise RequestError(f"a request needs a prompt and room for an answer, got {len(tokens)} tokens and "
+                               f"max_new_tokens {max_new_tokens}.")
         length = len(tokens) + max_new_tokens
         if length > self.max_length:
-            raise ValueError(f"{len(tokens)} prompt tokens and {max_new_tokens} new ones exceed the model's "
-                             f"{self.max_length} positions.")
+            raise RequestError(f"{len(tokens)} prompt tokens and {max_new_tokens} new ones exceed the model's "
+                               f"{self.max_length} positions.")
         needed = self._blocks_for(length - 1)  # the last token is never run
         if needed > self.pool.num_blocks:
-            raise ValueError(f"the request needs {needed} blocks of {self.block_size}, the pool has "
-                             f"{self.pool.num_blocks}: shorten it, or enlarge the pool.")
+            raise RequestError(f"the request needs {needed} blocks of {self.block_size}, the pool has "
+                               f"{self.pool.num_blocks}: shorten it, or enlarge the pool.")
         table = BlockTable(self.pool, self.block_size, window=self.window)
         sequence = Sequence(list(tokens), table, max_new_tokens, **options)
         self.waiting.append(sequence)
