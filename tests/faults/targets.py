@@ -7,8 +7,8 @@ table says its backend does not serve has to be refused with that very reason; `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -23,6 +23,7 @@ from pagedattn import runtime as runtimes
 from pagedattn.arrays import NUMPY
 from pagedattn.dtypes import BY_NUMPY, FLOAT8E4M3FN, FLOAT32
 from pagedattn.support import Feature, No, Row
+from pagedattn.testing import emulate, emulator
 from pagedattn.validate import validate
 
 from .scene import Array, Call, assert_close, assert_same_bytes, expected
@@ -96,10 +97,9 @@ class Target:
         """A result back in host memory."""
         return np.array(x).view(dtype)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[Any]:
         """Where calls of this target run."""
-        yield
+        return nullcontext()
 
     # ---- calls
 
@@ -260,45 +260,8 @@ class EmulatedTarget(Target):
         memory = import_module("tests.emulator.memory")
         return memory.upload(np.ascontiguousarray(x).view(bits(x.dtype)))
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        before = runtimes.emulator
-        runtimes.emulator = emulated_runtime()
-        try:
-            yield
-        finally:
-            runtimes.emulator = before
-
-
-class EmulatedRuntime:
-    """What `pagedattn.runtime.emulator` is set to while an emulated target runs."""
-
-    arch = 80
-
-    def __init__(self) -> None:
-        self.memory = import_module("tests.emulator.memory")
-        self.executor = import_module("tests.emulator.executor").EmulatorExecutor()
-
-    def stream(self) -> int:
-        return 0
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def allocate(self, size: int) -> Any:
-        return self.memory.empty(size, np.uint8)
-
-    def address(self, buffer: Any) -> int:
-        return self.memory.pointer(buffer)
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        yield
-
-
-@cache
-def emulated_runtime() -> Any:
-    return EmulatedRuntime()
+    def active(self) -> AbstractContextManager[Any]:
+        return emulate()
 
 
 @cache
@@ -321,7 +284,7 @@ def all_targets() -> tuple[Target, ...]:
         arch = runtimes.runtime_of("cuda:0").arch
         targets += [CupyTarget(row, device="cuda:0", arch=arch) for row in rows]
     if env.emulate():
-        targets += [EmulatedTarget(row, arch=EmulatedRuntime.arch) for row in rows]
+        targets += [EmulatedTarget(row, arch=emulator().arch) for row in rows]
     return tuple(targets)
 
 

@@ -82,7 +82,7 @@ def test_queries_are_rotated_like_keys(target, io, where, packed):
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])
-@pytest.mark.parametrize("kind", ["plain", "int8-channel", "fp8", "int4"])
+@pytest.mark.parametrize("kind", ["plain", "int8-channel", "fp8"])
 def test_rotating_inside_equals_rotating_before(target, io, kind, interleaved):
     """The same attention from inputs that were rotated by hand; quantized keys may differ by a rounding."""
     scene = Scene([40, 7], num_heads=4, kv_num_heads=2, head_size=32, io=io, cache=CACHES[kind])
@@ -164,7 +164,7 @@ def test_norm_comes_before_rotation(target, io, kind):
     scene = Scene([3], num_heads=2, kv_num_heads=2, head_size=8, io=io, cache=cache, key=2, value=2)
     outcome = target.run(scene.call([2]).change(do_rotary=1, **tables(io, 8, 3, 2), **normed(io, 8)))
     row = stored_row(scene, outcome.key_cache, 2)
-    assert row.tolist() == [TURNED["halves"][4]] * 2
+    np.testing.assert_allclose(row.astype(np.float64), [TURNED["halves"][4]] * 2, rtol=1e-6)
     assert (stored_row(scene, outcome.value_cache, 2) == 2).all()
 
 
@@ -174,10 +174,10 @@ def test_each_head_is_normalised_alone(target, io, head_size):
     scene = Scene([3], num_heads=2, kv_num_heads=2, head_size=head_size, io=io, key=lambda b, pos, h: 2 * (h + 1), value=1)
     weights = {name: np.ones(head_size, io.numpy) for name in ("q_norm_weight", "k_norm_weight")}
     outcome = target.run(scene.call([2]).change(**weights))
-    assert (stored_row(scene, outcome.key_cache, 2) == 1).all()
+    np.testing.assert_allclose(stored_row(scene, outcome.key_cache, 2).astype(np.float64), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("epsilon", "want"), [(1e-6, 0.7071), (1e-5, 0.3015), (None, 0.7071)])
+@pytest.mark.parametrize(("epsilon", "want"), [(1e-6, 2**-0.5), (1e-5, 11**-0.5), (None, 2**-0.5)])
 def test_epsilon_is_inside_the_root(target, io, epsilon, want):
     scene = Scene([3], num_heads=2, kv_num_heads=2, head_size=8, io=io, key=1e-3)
     weights = {name: np.ones(8, io.numpy) for name in ("q_norm_weight", "k_norm_weight")}
