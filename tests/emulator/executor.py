@@ -19,10 +19,12 @@ EMULATOR_CACHE_DIR  where compiled kernels are kept
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -103,10 +105,8 @@ class EmulatorExecutor:
         self.seed = int(os.environ.get("EMULATOR_SEED", "0")) if seed is None else seed
         self.workers = int(os.environ.get("EMULATOR_WORKERS", os.cpu_count() or 1)) if workers is None else workers
         self.seconds = float(os.environ.get("EMULATOR_SECONDS", "120")) if seconds is None else seconds
-        if self.mode == "sanitize":
-            if getattr(ctypes.CDLL(None), "__asan_poison_memory_region", None) is None:
-                raise EmulatorError("the sanitize mode needs a process with libasan: run python -m tests.emulator.sanitize")
-            self.workers = 1  # static shared memory is one global there
+        if self.mode == "sanitize" and getattr(ctypes.CDLL(None), "__asan_poison_memory_region", None) is None:
+            raise EmulatorError("the sanitize mode needs a process with libasan: run python -m tests.emulator.sanitize")
         self._toolchain = toolchain.find(self.mode)
         self._functions: dict[tuple[Kernel[Any], Spec], Function] = {}
         self._runtime: ctypes.CDLL | None = None
@@ -150,13 +150,14 @@ class EmulatorExecutor:
         )
         text = ctypes.create_string_buffer(1 << 16)
         address = ctypes.c_void_p()
-        reports = _SanitizerReports() if self.mode == "sanitize" else None
+        if self.mode == "sanitize":
+            sys.stderr.write(_reports().take())  # what came before concerns no kernel
         failed = self._load_runtime().emulator_launch(
             ctypes.byref(request), text, ctypes.c_uint64(len(text)), ctypes.byref(address)
         )
-        found = reports.read() if reports else ""
-        if found:
-            raise EmulatorError(f"{function.name}:\n{found}")
+        if self.mode == "sanitize" and (found := _reports().take()):
+            first = found.lstrip("=\n").partition("\n=====")[0].partition("\nShadow bytes")[0]  # of as many as threads
+            raise EmulatorError(f"{function.name}: {first.rstrip()}")
         if failed:
             raise EmulatorError(self._explain(function, text.value.decode(errors="replace"), address.value, params))
         if damage := memory.damage():
@@ -240,25 +241,26 @@ class EmulatorExecutor:
 
 
 class _SanitizerReports:
-    """Reports of the sanitizers during one launch: both runtimes write to a file of ours instead of stderr."""
+    """What the sanitizers' runtimes report from now on, instead of to stderr."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()
-        for runtime in _sanitizers():
-            runtime.__sanitizer_set_report_fd(ctypes.c_void_p(self._file.fileno()))
+        self._directory = tempfile.TemporaryDirectory()
+        self._read: dict[Path, int] = {}
+        for path in {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "san.so" in line}:
+            prefix = f"{self._directory.name}/{Path(path).name}"
+            getattr(ctypes.CDLL(path), "__sanitizer_set_report_path")(prefix.encode())  # noqa: B009  (mangled else)
 
-    def read(self) -> str:
-        for runtime in _sanitizers():
-            runtime.__sanitizer_set_report_fd(ctypes.c_void_p(2))
-        self._file.seek(0)
-        text = self._file.read().decode(errors="replace")
-        self._file.close()
+    def take(self) -> str:
+        """Reports since the last call."""
+        text = ""
+        for path in sorted(Path(self._directory.name).iterdir()):
+            new = path.read_bytes()[self._read.get(path, 0) :]
+            self._read[path] = self._read.get(path, 0) + len(new)
+            text += new.decode(errors="replace")
         return text
 
 
-def _sanitizers() -> list[ctypes.CDLL]:
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "san.so" in line}
-    return [ctypes.CDLL(path) for path in sorted(mapped)]
+_reports = functools.cache(_SanitizerReports)
 
 
 def _pointers(record: Any, prefix: str = "") -> list[tuple[str, int]]:

@@ -174,6 +174,7 @@ struct Fiber : Thread {
 
   struct Copy {
     void* destination;
+    void* pc;  // of the issue
     unsigned bytes;
     unsigned group;
     alignas(16) unsigned char data[16];
@@ -220,7 +221,7 @@ struct Launch {
   size_t shared_bytes;
   uint64_t seed;
   bool finds_races;
-  size_t tls_module, tls_bytes;  // where the kernel's static shared memory lives, in each thread
+  size_t tls_module, tls_bytes;  // where each thread has the kernel's static shared memory
   unsigned cta_count;
 
   std::atomic<unsigned> next{0};
@@ -267,6 +268,7 @@ struct Worker {
   void run_cta(unsigned number);
   void prepare_memory();
   void push(Fiber* fiber);
+  void push_behind(Fiber* fiber);
   Fiber* pop();
   void resume_next(Fiber& from);
   void finish_switch(Fiber* arrived);
@@ -355,12 +357,13 @@ void add_waiting(Report& report) {
   }
 }
 
-[[noreturn]] void fail_here(const std::string& reason, bool with_waiting = false, void* other_pc = nullptr) {
+[[noreturn]] void fail_here(const std::string& reason, bool with_waiting = false, void* pc = nullptr, void* other_pc = nullptr) {
   if (claim_report()) {
     Report& report = worker->launch->report;
     report.add("%s\n  in ", reason.c_str());
     add_threads(report, self());
-    add_frames(report);
+    if (pc) add_frame(report, pc);
+    if (!pc) add_frames(report);
     if (with_waiting) add_waiting(report);
     if (other_pc) {
       report.add("\n  the other access:");
@@ -378,6 +381,14 @@ std::string describe(const char* what, const Place& place) {
 
 void Worker::push(Fiber* fiber) {
   ready[(ready_first + ready_count) % ready.size()] = fiber;
+  ++ready_count;
+}
+
+// The turn of this fiber comes after that of all others.
+void Worker::push_behind(Fiber* fiber) {
+  if (order != Order::kLast) return push(fiber);
+  ready_first = (ready_first + ready.size() - 1) % ready.size();
+  ready[ready_first] = fiber;
   ++ready_count;
 }
 
@@ -547,10 +558,10 @@ void barrier_arrive(int id, unsigned count, bool predicate, bool waits, const ch
 }
 
 const char* verb(Access access) {
-  return access == Access::kRead ? "reads" : access == Access::kWrite ? "writes" : "updates atomically";
+  return access == Access::kRead ? "reads" : access == Access::kWrite ? "writes" : "updates";
 }
 
-// An access to memory: to shared memory, it may race.
+// An access to memory: to shared memory, it may race. `pc` is where, and need not be on the stack.
 inline void note_access(const void* address, size_t bytes, Access access, void* pc) {
   if (!current || !worker->races.on) return;
   const Fiber& fiber = self();
@@ -559,11 +570,11 @@ inline void note_access(const void* address, size_t bytes, Access access, void* 
   char text[256];
   const ptrdiff_t offset = static_cast<const char*>(address) - worker->shared;
   const bool is_dynamic = offset >= 0 && offset < static_cast<ptrdiff_t>(worker->launch->shared_bytes);
-  snprintf(text, sizeof text, "race in %s shared memory%s%s: this thread %s %zu bytes that warp %u lane %d %s; no barrier lies between",
+  snprintf(text, sizeof text, "race in %s shared memory%s%s: this thread %s %zu bytes that warp %u, lane %d %s with no barrier in between",
            is_dynamic ? "dynamic" : "static", is_dynamic ? " at byte " : "",
            is_dynamic ? std::to_string(offset).c_str() : "", verb(access), bytes, other->warp,
            31 - __builtin_clz(other->lanes), verb(other->access));
-  fail_here(text, false, other->pc);
+  fail_here(text, false, pc, other->pc);
 }
 
 void note_atomic(void* address, size_t bytes, void* pc) {
@@ -654,7 +665,7 @@ void yield(const Place& place) {
   if (++worker->idle_yields > 100 * worker->live + 1000) {
     fail_here("deadlock: threads only wait for a value that nobody writes, " + describe("polled", place), true);
   }
-  worker->push(&fiber);
+  worker->push_behind(&fiber);
   worker->resume_next(fiber);
 }
 
@@ -663,7 +674,7 @@ void fail(const char* reason, const Place& place) { fail_here(describe(reason, p
 void async_copy(void* destination, const void* data, unsigned bytes) {
   Fiber& fiber = self();
   note_access(destination, bytes, Access::kWrite, __builtin_return_address(0));
-  Fiber::Copy copy{destination, bytes, fiber.committed, {}};
+  Fiber::Copy copy{destination, __builtin_return_address(0), bytes, fiber.committed, {}};
   memcpy(copy.data, data, bytes);
   memset(destination, kPoison, bytes);
   fiber.copies.push_back(copy);
@@ -675,14 +686,14 @@ void async_wait(unsigned newest_groups_left_running) {
   Fiber& fiber = self();
   // Others may see the poison first.
   if (worker->order != Worker::Order::kFirst && !fiber.copies.empty()) {
-    worker->push(&fiber);
+    worker->push_behind(&fiber);
     worker->resume_next(fiber);
   }
   size_t done = 0;
   while (done < fiber.copies.size() && fiber.copies[done].group + newest_groups_left_running < fiber.committed) {
-    note_access(fiber.copies[done].destination, fiber.copies[done].bytes, Access::kWrite, __builtin_return_address(0));
-    memcpy(fiber.copies[done].destination, fiber.copies[done].data, fiber.copies[done].bytes);
-    ++done;
+    const Fiber::Copy& copy = fiber.copies[done++];
+    note_access(copy.destination, copy.bytes, Access::kWrite, copy.pc);
+    memcpy(copy.destination, copy.data, copy.bytes);
   }
   fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + static_cast<ptrdiff_t>(done));
 }

@@ -20,12 +20,7 @@
 #define CUDARTAPI
 #define CUDARTAPI_CDECL
 
-// One CTA at a time runs on a worker thread, so a variable of the thread is a variable of the CTA. AddressSanitizer
-// puts red zones around plain globals only; there is one worker in that mode.
-#if defined(__SANITIZE_ADDRESS__)
-#define __shared__ static
-#else
+// One CTA at a time runs on a worker thread, so a variable of the thread is a variable of the CTA.
 #define __shared__ static thread_local
-#endif
 
 #define __cluster_dims__(...) _Pragma("GCC error \"__cluster_dims__: clusters of CTAs do not run in the emulator\"")

@@ -30,3 +30,4 @@ inline unsigned char* pagedattn_dynamic_shared_memory() {
 }
 
 #define __noinline__ __attribute__((noinline))
+#define alignas(...) __attribute__((aligned(__VA_ARGS__)))  // which, unlike alignas, may also follow __shared__

@@ -134,9 +134,10 @@ enum class Element { kF16, kBF16, kE4M3, kS8 };
 EMULATOR_API void mma_m16n8(Element element, int k, void* d, const uint32_t* a, const uint32_t* b, const void* c,
                             const Place& place);
 
-template <Element kElement, int kK>
-inline void mma_m16n8(float (&d)[4], const uint32_t* a, const uint32_t* b, const float (&c)[4],
+template <Element kElement, int kK, class Sum>
+inline void mma_m16n8(Sum (&d)[4], const uint32_t* a, const uint32_t* b, const Sum (&c)[4],
                       const Place& place = Place::current()) {
+  static_assert(std::is_same_v<Sum, std::conditional_t<kElement == Element::kS8, int, float>>, "the type of the sums");
   mma_m16n8(kElement, kK, d, a, b, c, place);
 }
 
