@@ -24,15 +24,19 @@ class SplitPlan:
         Most keys that one token attends.
     size : int
         Wanted keys of a split, a multiple of 16.
+    tile_rows : int
+        Rows, tokens times query heads of a group, that are split alike; 0: each token has splits of its own.
     """
 
-    def __init__(self, problem: Problem, executor: Executor[Function], span: int, size: int) -> None:
+    def __init__(self, problem: Problem, executor: Executor[Function], span: int, size: int, tile_rows: int = 0) -> None:
         p = self.problem = problem
         while (
             sum(partial_bytes(p.token_count, split_count(span, size), p.num_heads, p.v_head_size)) > MAX_PARTIAL_BYTES
         ):
             size *= 2
-        self.executor, self.size, self.count = executor, size, split_count(span, size)
+        self.tile_rows = tile_rows
+        self.executor, self.size, self.tile_rows = executor, size, tile_rows
+        self.count = split_count(span, size)
         acc_bytes, lse_bytes = partial_bytes(p.token_count, self.count, p.num_heads, p.v_head_size)
         self._lse_at = aligned(acc_bytes)
         self.workspace_bytes = self._lse_at + lse_bytes
@@ -41,7 +45,14 @@ class SplitPlan:
 
     def partials(self, workspace: int) -> bytes:
         """Where the parts are, for the kernel that makes them and the one that merges them."""
-        return PARTIALS.pack(acc=workspace, lse=workspace + self._lse_at, split_size=self.size, split_count=self.count)
+        return PARTIALS.pack(
+            acc=workspace,
+            lse=workspace + self._lse_at,
+            split_size=self.size,
+            split_count=self.count,
+            tile_rows=self.tile_rows,
+            group_size=self.problem.group_size,
+        )
 
     def combine(self, shared: Shared, partials: bytes) -> None:
         """Merge the parts of every token that has several; the others are finished already."""

@@ -1,0 +1,99 @@
+"""Every cell of the support table: each CUDA backend on each case against the float64 oracle, on a GPU and emulated.
+
+What a backend serves has to be right, in poisoned surroundings; what it does not has to be refused for its own reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pagedattn
+from pagedattn import PagedAttentionResult, support
+from pagedattn.arrays import NUMPY
+from pagedattn.dtypes import BY_NAME
+from pagedattn.validate import validate
+from tests.faults.targets import Target, all_targets
+from tests.support.build import TYPES, Built, build, outside
+from tests.support.cases import CORNER, SMOKE, Case, grid
+from tests.support.compare import verify
+
+TARGETS = [target for target in all_targets() if target.row.min_arch]
+# The emulator is some thousand times slower than a GPU; the whole grid runs there on request.
+WIDE = os.environ.get("PAGEDATTN_GRID") == "1"
+
+
+def cases_of(target: Target) -> list[Case]:
+    cases = SMOKE + CORNER + grid() if target.on_gpu or WIDE else SMOKE
+    return [case for case in cases if case.io != "float32"]
+
+
+def parameters() -> list[Any]:
+    return [
+        pytest.param(target, case, id=f"{target}-{case}", marks=[pytest.mark.gpu] if target.on_gpu else [])
+        for target in TARGETS
+        for case in cases_of(target)
+    ]
+
+
+def reason_against(target: Target, built: Built) -> str | None:
+    """Why the support table says that the backend does not serve a case."""
+    infos = {
+        name: NUMPY.describe(x)._replace(device="cpu" if name == "attention_metadata" else target.device)
+        for name, x in built.inputs.items()
+    }
+    metadata = built.inputs.get("attention_metadata")
+    problem = validate(
+        infos,
+        built.attributes,
+        return_lse=built.options.get("return_lse", False),
+        qk_dtype=BY_NAME[built.options.get("qk_dtype", "float32")],
+        metadata=None if metadata is None else tuple(metadata.tolist()),
+    )
+    return support.why_not(target.row, problem, target.arch)
+
+
+@pytest.mark.skipif(not TARGETS, reason="needs a GPU with CuPy, or PAGEDATTN_EMULATE=1 for the emulator")
+@pytest.mark.parametrize(("target", "case"), parameters())
+def test_backend_is_right_or_refuses(target: Target, case: Case) -> None:
+    built = build(case)
+    parents = {name: target.upload(array) for name, (array, _) in built.parents.items()}
+    arrays = {
+        name: built[name] if name == "attention_metadata" else target.typed(parents[name][index], array.dtype)
+        for name, (array, index) in built.parents.items()
+    }
+    operator = pagedattn.PagedAttention(backend=target.backend, **built.attributes, **built.options)
+    reason = reason_against(target, built)
+    if reason is not None:
+        with pytest.raises(pagedattn.UnsupportedError, match=re.escape(reason)), target.active():
+            operator(**arrays)
+        return
+    with target.active():
+        result = operator(**arrays)
+
+    after = {name: target.download(x).view(built.parents[name][0].dtype) for name, x in parents.items()}
+    for name, (array, index) in built.parents.items():
+        assert outside(after[name], index) == outside(array, index), f"{name}: something beside it was written"
+        if name not in ("key_cache", "value_cache"):
+            assert after[name].tobytes() == array.tobytes(), f"{name} was written"
+
+    def fetched(x: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
+        return None if x is None else target.fetch(x, dtype)
+
+    def cache(name: str) -> np.ndarray[Any, Any] | None:
+        return after[name][built.parents[name][1]] if name in after else None
+
+    verify(
+        built,
+        PagedAttentionResult(
+            target.fetch(result.output, TYPES[case.io]),
+            cache("key_cache"),
+            cache("value_cache"),
+            fetched(result.output_qk, TYPES[case.qk_dtype]),
+            fetched(result.lse, np.dtype(np.float32)),
+        ),
+    )
