@@ -33,15 +33,15 @@ def test_narrow_tables_are_rounded_once(name, dtype):
 
 
 def test_linear_divides_positions():
-    np.testing.assert_allclose(
-        rope.linear(16, factor=4.0).caches(9)[1][8], rope.default(16).caches(9)[1][2], rtol=1e-6
-    )
+    np.testing.assert_allclose(rope.linear(16, factor=4.0).caches(9)[1][8], rope.default(16).caches(9)[1][2], rtol=1e-6)
 
 
 def test_dynamic_ntk_changes_nothing_up_to_the_limit_and_keeps_the_fastest_pair_after_it():
     plain = rope.default(16).inverse_frequencies
-    scaled = {n: rope.dynamic_ntk(16, factor=2.0, max_position_embeddings=64, length=n).inverse_frequencies
-              for n in (1, 64, 128)}
+    scaled = {
+        n: rope.dynamic_ntk(16, factor=2.0, max_position_embeddings=64, length=n).inverse_frequencies
+        for n in (1, 64, 128)
+    }
     assert (scaled[1] == plain).all()
     assert (scaled[64] == plain).all()
     assert scaled[128][0] == plain[0]
@@ -103,8 +103,12 @@ def test_longrope_needs_as_many_divisors_as_pairs_and_a_factor():
 
 
 def test_llama3_leaves_fast_pairs_divides_slow_ones_and_joins_them():
-    settings = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192}
+    settings = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     plain = rope.default(128, 500000.0).inverse_frequencies
     turns = 8192 * plain / (2 * math.pi)
     scaled = rope.llama3(128, **settings).inverse_frequencies
@@ -134,14 +138,30 @@ PARAMETERS = {
         rope.yarn(32, factor=4.0, original_max_position_embeddings=1024),
     ),
     "longrope": (
-        {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
-         "original_max_position_embeddings": 1024},
-        rope.longrope(32, short_factor=[1.0] * 16, long_factor=[2.0] * 16, original_max_position_embeddings=1024,
-                      length=9000, factor=4.0),
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 16,
+            "long_factor": [2.0] * 16,
+            "original_max_position_embeddings": 1024,
+        },
+        rope.longrope(
+            32,
+            short_factor=[1.0] * 16,
+            long_factor=[2.0] * 16,
+            original_max_position_embeddings=1024,
+            length=9000,
+            factor=4.0,
+        ),
     ),
     "llama3": (
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5,
-         "original_max_position_embeddings": 1024},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 1024,
+        },
         rope.llama3(32, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=1024),
     ),
 }
