@@ -8,7 +8,7 @@
 //   never read. Splits are added in order: the result does not depend on which of them finished first.
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/kv_accessor.cuh>
-#include <pagedattn/seqlens.cuh>
+#include <pagedattn/row_tiles.cuh>
 #include <pagedattn/softmax.cuh>
 #include <pagedattn/split.cuh>
 
@@ -27,6 +27,20 @@ struct CombineParams {
 
 constexpr int kWarps = 4;
 
+// The keys that the producer of this token's and head's splits planned for. All lanes of a warp call it together.
+__device__ __forceinline__ KeyRange keys_of_plan(const CombineParams& p, const Sequence& sequence, int token, int head) {
+  int first = token - sequence.begin;
+  int last = first;
+  if (p.partials.tile_rows > 0) {
+    const int group_size = p.partials.group_size;
+    const int64_t row = static_cast<int64_t>(first) * group_size + head % group_size;
+    const int64_t tile_begin = row / p.partials.tile_rows * p.partials.tile_rows;
+    first = static_cast<int>(tile_begin / group_size);
+    last = min_of(sequence.q_len - 1, static_cast<int>((tile_begin + p.partials.tile_rows - 1) / group_size));
+  }
+  return keys_of_tokens(p.sequences, p.rules, sequence, first, last).some;
+}
+
 template <CombineSpec S>
 __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __grid_constant__ CombineParams p) {
   static_assert(S.v_head_size % 2 == 0, "channels are stored in pairs");
@@ -39,9 +53,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
 
   const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
   if (!sequence.is_active() || head >= p.out.num_heads) return;
-  const KeyRange keys =
-      admitted_keys(p.rules, position_of_token(p.sequences, sequence, token), token - sequence.begin, sequence.kv_len);
-  const int splits = plan_splits(p.partials, keys).count;
+  const int splits = plan_splits(p.partials, keys_of_plan(p, sequence, token, head)).count;
   if (splits <= 1) return;
 
   const auto lse_of_split = [&](int split) {

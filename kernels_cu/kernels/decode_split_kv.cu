@@ -95,9 +95,8 @@ template <DecodeSpec S> struct TilePipeline {
 
  private:
   __device__ __forceinline__ void copy(unsigned char* s_tile, const KvHead<S.cache>& head, int key, int block, int offset) const {
-    const unsigned char* g_first = head.row(block, offset);
-    copy_rows<typename D::Tile, kTileKeys, kWarpSize>(s_tile, key, range.begin, range.end, head.alignment, threadIdx.x % kWarpSize,
-                                                      head.base, [&](int row) { return g_first + row * head.token_bytes(); });
+    copy_rows<typename D::Tile, kTileKeys>(s_tile, key, range.begin, range.end, head.row(block, offset), head.token_bytes(),
+                                           head.alignment, head.base);
   }
 };
 
@@ -132,11 +131,9 @@ __device__ __forceinline__ void merge_and_write(const DecodeParams& p, float (&a
       if (row >= rows) continue;
       if (threadIdx.x % 4 == 0) s_state[warp * D::kRows + row] = state[m][half];
       float* s_row = s_acc + (warp * D::kRows + row) * D::kAccStride;
-#pragma unroll
-      for (int n = 0; n < D::kValueTiles; ++n) {
-        s_row[D::F::value_channel(n, 0)] = acc[m][n][2 * half];
-        s_row[D::F::value_channel(n, 1)] = acc[m][n][2 * half + 1];
-      }
+      D::F::for_channel_pairs(acc[m], half, 0, [&](int channel, float first, float second) {
+        *reinterpret_cast<float2*>(s_row + channel) = {first, second};
+      });
     }
   }
   __syncthreads();  // acc and state of all warps are visible to all threads
@@ -176,7 +173,7 @@ __device__ __forceinline__ void merge_and_write(const DecodeParams& p, float (&a
 }
 
 template <DecodeSpec S>
-__global__ void __launch_bounds__(S.warps * kWarpSize) decode_split_kv(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(S.warps * kWarpSize, 2) decode_split_kv(const __grid_constant__ DecodeParams p) {
   static_assert(S.head_size % 8 == 0, "head_size must be a multiple of 8: rows are copied 16 bytes at a time");
   static_assert(S.head_size <= 256, "acc of 16 rows must fit the registers of a warp");
   static_assert(S.row_tiles * Decode<S>::Tile::kPadded <= 256, "acc of all row tiles must fit the registers of a warp");
@@ -250,6 +247,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize) decode_split_kv(const __g
   float acc[S.row_tiles][D::kValueTiles][4] = {};
   SoftmaxState state[S.row_tiles][2];
 
+#pragma unroll 1  // several copies of the body would not fit the instruction cache
   for (int i = 0; i < pipeline.tile_count; ++i) {
     ptx::cp_async_wait<S.stages - 2>();
     __syncwarp();  // tile i is visible to all lanes, and all of them are done with tile i - 1, whose stage is filled next
@@ -263,7 +261,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize) decode_split_kv(const __g
     uint32_t probabilities[S.row_tiles][4];
 #pragma unroll
     for (int m = 0; m < S.row_tiles; ++m) {
-      apply_rules(scores[m], p.rules, factor, rules[m], key, key < range.begin || range.end - key < kTileKeys);
+      apply_rules(scores[m], p.rules, factor, rules[m], key, key < range.begin || range.end - key < kTileKeys, 1u);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         scale_row(acc[m], state[m][half].update_max(row_maximum(scores[m], half)), half);
@@ -271,7 +269,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize) decode_split_kv(const __g
       }
       pack_probabilities<Io>(probabilities[m], scores[m][0], scores[m][1]);
     }
-    multiply_values<typename D::F>(acc, probabilities, s_keys + D::kTileBytes, D::Tile::kStride, 0, 0);
+    multiply_values<typename D::F>(acc, probabilities, s_keys + D::kTileBytes, D::Tile::kStride, 0, 0, D::kValueTiles / D::F::kValueTiles);
   }
 
   merge_and_write<S>(p, acc, state, token, split, plan.count == 1, first_head, rows);

@@ -89,6 +89,8 @@ PARTIALS = params(
     lse=ptr,  # float32 [token_count, split_count, num_heads], base 2
     split_size=i32,  # keys; a multiple of KEY_ALIGNMENT
     split_count=i32,
+    tile_rows=i32,  # rows of a CTA that plans for a row tile; 0: each token has a plan of its own
+    group_size=i32,
 )
 
 KEY_ALIGNMENT = 16

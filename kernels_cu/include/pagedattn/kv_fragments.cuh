@@ -131,4 +131,21 @@ template <DType IoType, DType Cache> struct Fragments {
     const int t = threadIdx.x % 4;
     return kCodes ? 32 * (tile / 4) + 4 * (2 * t + column) + tile % 4 : 8 * tile + 2 * t + column;
   }
+
+  // Calls `use(channel, first, second)` for each pair of neighbouring channels that this lane has of one accumulator row;
+  // `half` is 0 for row g, 1 for row g + 8. The first n-tile holds the channels from `base`.
+  template <int kTiles, class Use>
+  static __device__ __forceinline__ void for_channel_pairs(const float (&acc)[kTiles][4], int half, int base, const Use& use) {
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        if constexpr (kCodes) {
+          use(base + value_channel(n, column), acc[n][2 * half + column], acc[n + 1][2 * half + column]);
+        } else {
+          use(base + value_channel(n + column, 0), acc[n + column][2 * half], acc[n + column][2 * half + 1]);
+        }
+      }
+    }
+  }
 };

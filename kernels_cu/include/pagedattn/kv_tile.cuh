@@ -24,40 +24,50 @@ template <DType Cache, int kChannels> struct TileShape {
   static constexpr int kVectors = ceil_div(row_bytes_of(Cache, kPadded), 16);     // that operands are read from
 };
 
-// Copies 16 bytes of which the first `valid` exist; the rest become zeros. Asynchronous unless the rows are too odd.
-__device__ __forceinline__ void copy_16(unsigned char* s_target, const unsigned char* g_source, int valid, int alignment) {
-  if (alignment == 16) {
-    ptx::cp_async<16>(s_target, g_source, valid);
-  } else if (alignment == 4) {
-#pragma unroll
+// Copies 16 bytes, of which the first `valid` exist, from a source of which no more than `alignment` is known; the rest
+// become zeros. For caches with rows too odd for one asynchronous copy.
+__device__ __forceinline__ void copy_16_unaligned(unsigned char* s_target, const unsigned char* g_source, int valid, int alignment) {
+  if (alignment == 4) {
+#pragma unroll 1
     for (int i = 0; i < 16; i += 4) {
       const int rest = valid - i;
       ptx::cp_async<4>(s_target + i, rest > 0 ? g_source + i : g_source, rest < 0 ? 0 : rest < 4 ? rest : 4);
     }
   } else {
-    Vector16 v{};
-    for (int i = 0; i < valid; ++i) v.word[i / 4] |= static_cast<uint32_t>(g_source[i]) << (8 * (i % 4));
-    *reinterpret_cast<Vector16*>(s_target) = v;
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) s_target[i] = i < valid ? g_source[i] : 0;
   }
 }
 
-// Starts the copy of kRows rows by kThreads threads; `thread` is this one's index among them. Row r holds position
-// first + r; rows outside [begin, end), and all rows when `row_of` returns null for them, become zeros: what a token may
-// not see is never read, and cannot reach it as 0 x NaN.
-// `row_of(r)` is the address of row r's first byte, asked only for rows inside the range.
-template <class Shape, int kRows, int kThreads, class RowOf>
-__device__ __forceinline__ void copy_rows(unsigned char* s_tile, int first, int begin, int end, int alignment, int thread,
-                                          const unsigned char* g_any, const RowOf& row_of) {
-  constexpr int kTotal = kRows * Shape::kVectors;
+// Starts the copy of kRows neighbouring rows of one block by a warp. Row r holds position first + r and lies r * token_bytes
+// behind `g_first`. Rows outside [begin, end) become zeros and are not read: what a token may not see cannot reach it, not
+// even as 0 x NaN. `g_any` is an address that is never read but may be named.
+template <class Shape, int kRows>
+__device__ __forceinline__ void copy_rows(unsigned char* s_tile, int first, int begin, int end, const unsigned char* g_first,
+                                          int64_t token_bytes, int alignment, const unsigned char* g_any) {
+  // A power of two of lanes side by side on a row: the addresses of a lane then differ by constants.
+  constexpr int kVectors = Shape::kVectors;
+  constexpr int kLanes = kVectors > 16 ? 32 : kVectors > 8 ? 16 : kVectors > 4 ? 8 : kVectors > 2 ? 4 : kVectors;
+  constexpr int kRowsAtOnce = kWarpSize / kLanes;
+  const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int base = 0; base < kTotal; base += kThreads) {
-    const int i = base + thread;
-    if (kTotal % kThreads != 0 && i >= kTotal) break;
-    const int row = i / Shape::kVectors;
-    const int byte = (i % Shape::kVectors) * 16;
+  for (int base = 0; base < kRows; base += kRowsAtOnce) {
+    const int row = base + lane / kLanes;
+    if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const bool wanted = first + row >= begin && first + row < end;
-    const unsigned char* g_row = wanted ? row_of(row) : nullptr;
-    const int valid = g_row == nullptr ? 0 : Shape::kRowBytes - byte < 16 ? max_of(0, Shape::kRowBytes - byte) : 16;
-    copy_16(s_tile + row * Shape::kStride + byte, valid > 0 ? g_row + byte : g_any, valid, alignment);
+    const unsigned char* g_row = g_first + row * token_bytes;
+#pragma unroll
+    for (int part = 0; part < kVectors; part += kLanes) {
+      const int byte = 16 * (part + lane % kLanes);
+      if (kVectors % kLanes != 0 && byte >= 16 * kVectors) break;
+      const int valid = wanted ? max_of(0, min_of(16, Shape::kRowBytes - byte)) : 0;
+      unsigned char* s_target = s_tile + row * Shape::kStride + byte;
+      const unsigned char* g_source = valid > 0 ? g_row + byte : g_any;
+      if (alignment == 16) {
+        ptx::cp_async<16>(s_target, g_source, valid);
+      } else {
+        copy_16_unaligned(s_target, g_source, valid, alignment);
+      }
+    }
   }
 }

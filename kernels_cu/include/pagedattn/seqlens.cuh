@@ -37,25 +37,30 @@ __device__ __forceinline__ Sequence read_sequence(const SequenceTable& table, in
   return s;
 }
 
-// Index b with cumulative_sequence_length[b] <= token < [b + 1], if there is one; else some index in [0, batch_size).
-// All lanes of a warp call it with the same token: each round probes 32 offsets, so two rounds cover 1024 sequences.
-__device__ __forceinline__ int find_sequence(const SequenceTable& table, int token) {
-  const int* g_offsets = table.cumulative_sequence_length;
-  // In plain decode token t is sequence t; asking that first saves the dependent loads of the search.
-  if (token < table.batch_size && g_offsets[token] <= token && token < g_offsets[token + 1]) return token;
+// Largest index in [0, count) whose `start(index)` is at most `value`, for starts that never decrease; 0 if there is none.
+// All lanes of a warp call it with the same arguments: each round probes 32 starts, so two rounds cover 1024. Starts that
+// do decrease give some index in [0, count).
+template <class Start> __device__ __forceinline__ int find_last_start(int count, int64_t value, const Start& start) {
   const int lane = threadIdx.x % kWarpSize;
   int first = 0;
-  int count = table.batch_size;
   while (count > 1) {
     const int step = ceil_div(count, kWarpSize);
     const int offset = lane * step;
-    const bool begins_before = offset < count && g_offsets[first + offset] <= token;
-    const uint32_t votes = __ballot_sync(kFullWarp, begins_before);
+    const bool starts_before = offset < count && start(first + offset) <= value;
+    const uint32_t votes = __ballot_sync(kFullWarp, starts_before);
     const int last = votes == 0 ? 0 : 31 - __clz(static_cast<int>(votes));
     first += last * step;
     count = min_of(step, count - last * step);
   }
   return first;
+}
+
+// Index b with cumulative_sequence_length[b] <= token < [b + 1], if there is one; else some index in [0, batch_size).
+__device__ __forceinline__ int find_sequence(const SequenceTable& table, int token) {
+  const int* g_offsets = table.cumulative_sequence_length;
+  // In plain decode token t is sequence t; asking that first saves the dependent loads of the search.
+  if (token < table.batch_size && g_offsets[token] <= token && token < g_offsets[token + 1]) return token;
+  return find_last_start(table.batch_size, token, [&](int index) { return static_cast<int64_t>(g_offsets[index]); });
 }
 
 // The sequence of a token, inactive when no sequence owns it (a padding row). All lanes of a warp call it together.

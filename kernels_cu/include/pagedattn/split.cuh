@@ -14,11 +14,13 @@ struct Partials {
   float* lse;   // [token_count, split_count, num_heads], base 2
   int split_size;   // keys; a multiple of kKeyAlignment
   int split_count;  // splits that the launch has room for
+  int tile_rows;    // rows that share a plan (row_tiles.cuh); 0: each token has its own
+  int group_size;   // query heads of a kv head
 };
 
 struct SplitPlan {
   int first;  // key where split 0 starts
-  int count;  // splits that hold a key; a token with one split or none is finished without a merge
+  int count;  // splits that hold a key; what has one split or none is finished without a merge
 };
 
 __device__ __forceinline__ SplitPlan plan_splits(const Partials& partials, const KeyRange& keys) {

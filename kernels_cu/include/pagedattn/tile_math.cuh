@@ -23,7 +23,9 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kMTiles][kNTiles][
       for (int i = 0; i < 4; ++i) scores[m][n][i] = 0.0f;
     }
   }
-#pragma unroll
+  // A query kept in registers needs constant indices; a wide one comes from shared memory, and would only pile up loads.
+  constexpr int kUnrolled = kSteps <= 16 ? kSteps : 4;
+#pragma unroll kUnrolled
   for (int step = 0; step < kSteps; ++step) {
     uint32_t a[kMTiles][4];
 #pragma unroll
@@ -41,12 +43,14 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kMTiles][kNTiles][
   }
 }
 
-// acc += p . v over the keys of one 16-key block; `group` is the first group of value channels.
+// acc += p . v over the keys of one 16-key block. acc covers groups of value channels from `group` on, as far as the tile
+// has any: below `groups`.
 template <class F, int kMTiles, int kTiles>
 __device__ __forceinline__ void multiply_values(float (&acc)[kMTiles][kTiles][4], const uint32_t (&p)[kMTiles][4],
-                                                const unsigned char* s_values, int stride, int key, int group) {
+                                                const unsigned char* s_values, int stride, int key, int group, int groups) {
 #pragma unroll
   for (int i = 0; i < kTiles / F::kValueTiles; ++i) {
+    if (group + i >= groups) break;
     uint32_t b[F::kValueTiles][2];
     F::values(b, s_values, stride, key, group + i);
 #pragma unroll
@@ -102,10 +106,11 @@ template <class Io> struct RowRules {
 };
 
 // Dot products to base-2 scores: scale, then the rare rules, then the mask where `masked` says that the tile needs one.
-// `factor` is the scale of q . k with the key scale in it; element i belongs to rows[i / 2], keys count from `key`.
+// `factor` is the scale of q . k with the key scale in it; element i belongs to rows[i / 2], keys count from `key`, and bit b of
+// `mapped` says whether the b-th block of 16 keys exists.
 template <class Io, int kNTiles>
 __device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const ScoreRules& rules, float factor,
-                                            const RowRules<Io> (&rows)[2], int key, bool masked) {
+                                            const RowRules<Io> (&rows)[2], int key, bool masked, uint32_t mapped) {
   if (has_score_rules(rules)) {
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
@@ -128,7 +133,8 @@ __device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const S
     for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (!rows[i / 2].keys.contains(key + key_in_tile(n, i))) scores[n][i] = negative_infinity();
+        const bool exists = mapped >> (n / 2) & 1u;
+        if (!exists || !rows[i / 2].keys.contains(key + key_in_tile(n, i))) scores[n][i] = negative_infinity();
       }
     }
   }

@@ -1,0 +1,38 @@
+"""Sizes of ``wide_attention.cuh``: a CTA whose warps share a row tile, for heads too wide for one warp."""
+
+from __future__ import annotations
+
+from pagedattn.dtypes import DType
+from pagedattn.kernels.layouts import channel_step, round_up, tile_row_stride
+
+
+def shared_bytes(
+    io: DType,
+    cache: DType,
+    head_size: int,
+    v_head_size: int,
+    latent: bool,
+    row_tiles: int,
+    column_warps: int,
+    tile_keys: int,
+    stages: int,
+) -> int:
+    """Queries, probabilities, row statistics, and the stages of keys and, unless LATENT, values."""
+    rows = 16 * row_tiles
+    queries = rows * tile_row_stride(io, round_up(head_size, channel_step(cache)))
+    probabilities = rows * 16 * (tile_keys // 8 | 1)
+    statistics = 4 * rows * min(column_warps, tile_keys // 16)
+    stage = tile_keys * (tile_row_stride(cache, head_size) + (0 if latent else tile_row_stride(cache, v_head_size)))
+    return queries + probabilities + statistics + stages * stage
+
+
+def accumulator_tiles(cache: DType, v_head_size: int, column_warps: int) -> int:
+    """8-channel tiles of the accumulator that one warp holds; the kernel allows 32."""
+    channels = channel_step(cache)
+    groups = -(-v_head_size // channels)
+    return -(-groups // column_warps) * channels // 8
+
+
+def row_tile_count(token_count: int, batch_size: int, group_size: int, tile_rows: int) -> int:
+    """Numbers that row tiles of a batch may have (``row_tiles.cuh``), the padding tokens' included."""
+    return token_count * group_size // tile_rows + batch_size + 1
