@@ -17,6 +17,7 @@ from pagedattn.errors import (
     PagedAttentionError,
     UnsupportedError,
 )
+from pagedattn.gqa import GroupQueryAttentionResult, group_query_attention
 from pagedattn.layout import block_table_from_indices, block_table_to_indices, cumulative_lengths, slot_mapping
 from pagedattn.merge import merge_attention_states
 from pagedattn.mla import AbsorbedProjection, absorb
@@ -29,6 +30,7 @@ __all__ = [
     "Choice",
     "CompileError",
     "Float8View",
+    "GroupQueryAttentionResult",
     "InvalidArgumentError",
     "MissingDependencyError",
     "PagedAttention",
@@ -42,6 +44,7 @@ __all__ = [
     "calibrate",
     "cumulative_lengths",
     "explain",
+    "group_query_attention",
     "merge_attention_states",
     "mla",
     "paged_attention",

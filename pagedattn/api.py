@@ -165,14 +165,14 @@ class PagedAttention:
             attention_bias,
         )
         arrays = {row.name: x for row, x in zip(contract.INPUTS, given, strict=True) if x is not None}
-        return self._execute(arrays, out)
+        return self.execute(arrays, out)
 
-    def _execute(self, arrays: dict[str, Any], out: Any = None) -> PagedAttentionResult:
+    def execute(self, arrays: dict[str, Any], out: Any = None) -> PagedAttentionResult:
         """Check the inputs that are present, by name, and run the call."""
         key_cache, value_cache = arrays.get("key_cache"), arrays.get("value_cache")
         if out is not None:
             arrays["output"] = out
-        infos, adapters = _describe(arrays)
+        infos, adapters = describe(arrays)
         prepared = self._prepare(arrays, infos, adapters)
         problem, choice, runtime = prepared.problem, prepared.choice, prepared.runtime
         self._check_values(problem, arrays, infos, adapters, runtime)
@@ -206,7 +206,7 @@ class PagedAttention:
         unknown = sorted(set(arrays) - set(contract.INPUT_BY_NAME))
         if unknown:
             raise InvalidArgumentError(f"{unknown[0]}: expected an input among {', '.join(contract.INPUT_BY_NAME)}.")
-        infos, adapters = _describe(arrays)
+        infos, adapters = describe(arrays)
         return self._prepare(arrays, infos, adapters)
 
     def _prepare(self, arrays: dict[str, Any], infos: dict[str, TensorInfo], adapters: dict[str, Adapter]) -> _Prepared:
@@ -306,11 +306,12 @@ class PagedAttention:
             return
         with runtime.active(), adapters["query"].stream(arrays["query"]):
             workspace = self._arena.reserve(runtime, plan.workspace_bytes)
-            described, _ = _describe(results)
+            described, _ = describe(results)
             plan.run({**infos, **described}, workspace)
 
 
-def _describe(arrays: dict[str, Any]) -> tuple[dict[str, TensorInfo], dict[str, Adapter]]:
+def describe(arrays: dict[str, Any]) -> tuple[dict[str, TensorInfo], dict[str, Adapter]]:
+    """Descriptions and adapters of arrays by name; a foreign array is replaced by a view of a library that is known."""
     infos: dict[str, TensorInfo] = {}
     adapters: dict[str, Adapter] = {}
     for name, x in arrays.items():

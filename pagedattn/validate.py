@@ -610,9 +610,9 @@ def check_host_values(values: Mapping[str, Array]) -> None:
     """
     for name in ("k_scale", "v_scale"):
         if name in values:
-            _require(name, values[name], np.isfinite(values[name]) & (values[name] > 0), "a finite value > 0")
+            require_values(name, values[name], np.isfinite(values[name]) & (values[name] > 0), "a finite value > 0")
     if "query_positions" in values:
-        _require("query_positions", values["query_positions"], values["query_positions"] >= 0, "a position >= 0")
+        require_values("query_positions", values["query_positions"], values["query_positions"] >= 0, "a position >= 0")
 
 
 def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
@@ -633,16 +633,16 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
     cu = values["cumulative_sequence_length"].astype(np.int64)
     past = values["past_seqlens"].astype(np.int64)
     table = values.get("block_table", np.arange(problem.batch_size)[:, None])
-    _require("cumulative_sequence_length", cu, (np.arange(cu.size) > 0) | (cu == 0), "0 as the first entry")
-    _require("cumulative_sequence_length", cu, np.diff(cu, prepend=0) >= 0, "a value not below the one before")
-    _require(
+    require_values("cumulative_sequence_length", cu, (np.arange(cu.size) > 0) | (cu == 0), "0 as the first entry")
+    require_values("cumulative_sequence_length", cu, np.diff(cu, prepend=0) >= 0, "a value not below the one before")
+    require_values(
         "cumulative_sequence_length", cu, cu <= problem.token_count, f"a value <= token_count = {problem.token_count}"
     )
-    _require("past_seqlens", past, past >= 0, "a value >= 0")
+    require_values("past_seqlens", past, past >= 0, "a value >= 0")
     q_len = np.diff(cu)
     kv_len = past + q_len
     live = q_len > 0
-    _require(
+    require_values(
         "past_seqlens",
         past,
         ~live | (kv_len <= problem.capacity),
@@ -654,7 +654,7 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
     first = window_start // problem.block_size
     entry = np.arange(table.shape[1])
     used = live[:, None] & (entry >= first[:, None]) & (entry * problem.block_size < kv_len[:, None])
-    _require(
+    require_values(
         "block_table",
         table,
         ~used | ((table >= -1) & (table < problem.num_blocks)),
@@ -663,7 +663,7 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
     tokens = int(cu[-1])
     if "slot_mapping" in values:
         slots = values["slot_mapping"][:tokens]
-        _require(
+        require_values(
             "slot_mapping",
             slots,
             (slots >= -1) & (slots < problem.slot_count),
@@ -675,7 +675,7 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
             positions = values[name][:tokens]
         else:
             name, positions = "past_seqlens", np.where(live, kv_len - 1, 0)
-        _require(
+        require_values(
             name,
             positions,
             positions < problem.max_seq_len,
@@ -699,7 +699,7 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
                 )
 
 
-def _require(name: str, values: Array, good: Array, allowed: str) -> None:
+def require_values(name: str, values: Array, good: Array, allowed: str) -> None:
     if good.all():
         return
     index = tuple(int(i) for i in np.argwhere(~good)[0])
