@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from pagedattn.dtypes import BY_NAME, FLOAT8E4M3FN, DType
+from pagedattn.dtypes import BY_NAME, FLOAT8E4M3FN, DType, name_of
 from pagedattn.errors import InvalidArgumentError
 from pagedattn.jit import cuda
 from pagedattn.problem import TensorInfo
@@ -232,7 +232,10 @@ def dtype_named(name: Any) -> DType:
     """Row of an element type given by name, NumPy or ml_dtypes type."""
     if isinstance(name, DType):
         return name
-    text = name if isinstance(name, str) else np.dtype(name).name
+    try:
+        text = name if isinstance(name, str) else name_of(np.dtype(name)) if name is not None else ""
+    except TypeError:  # no type at all
+        text = ""
     if text not in BY_NAME:
         raise InvalidArgumentError(f"dtype: expected one of {', '.join(BY_NAME)}, got {name!r}.")
     return BY_NAME[text]
