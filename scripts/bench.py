@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedattn import PagedAttention, codec
+from pagedattn import Float8View, PagedAttention, codec
 from pagedattn.backends import numpy_reference
 from pagedattn.dtypes import BFLOAT16, BY_NAME, DType
 from pagedattn.graph import GraphedStep
@@ -147,7 +147,8 @@ class Prepared:
     def __init__(self, workload: Workload, backend: str | None, seed: int = 0) -> None:
         import cupy
 
-        self.workload, self.cupy = w, _ = workload, cupy
+        self.cupy = cupy
+        self.workload = w = workload
         rng = np.random.default_rng(seed)
         page = w.page
         blocks = [-(-(past + new) // page) for past, new in w.sequences]
@@ -169,17 +170,18 @@ class Prepared:
         scale *= rng.uniform(0.8, 1.25, scale.shape).astype(np.float32)
         self.scale = None if w.quant == "NONE" else scale if w.quant == "PER_CHANNEL" else scale[:1, 0, 0].copy()
         shape = (self.num_blocks, page, w.kv_num_heads, w.cache_dtype.storage_elements(w.head_size))
-        key_cache = self.filled(rng, shape)
+        self.caches = {"key_cache": self.filled(rng, shape)}
         self.arrays: dict[str, Any] = {
             "query": self.normal(rng, (w.token_count, w.num_heads * w.head_size)),
             "key": self.normal(rng, (w.token_count, w.kv_num_heads * w.head_size)),
-            "key_cache": key_cache,
+            "key_cache": self.typed(self.caches["key_cache"]),
             "cumulative_sequence_length": self.integers(np.cumsum([0] + [new for _, new in w.sequences])),
             "past_seqlens": self.integers([past for past, _ in w.sequences]),
         }
         if not w.is_latent:
             self.arrays["value"] = self.normal(rng, (w.token_count, w.kv_num_heads * w.head_size))
-            self.arrays["value_cache"] = self.filled(rng, shape)
+            self.caches["value_cache"] = self.filled(rng, shape)
+            self.arrays["value_cache"] = self.typed(self.caches["value_cache"])
         if self.scale is not None:
             self.arrays["k_scale"] = cupy.asarray(self.scale)
             if not w.is_latent:
@@ -209,13 +211,19 @@ class Prepared:
         w = self.workload
         rows = 4_000_037 // w.head_size
         values = rng.standard_normal((rows, w.head_size), np.float32)
-        scale = None if self.scale is None else self.scale.reshape(w.kv_num_heads, -1)[0]
-        table = self.cupy.asarray(codec.encode(values, w.cache_dtype, scale).ravel()[: -3 * shape[-1]])
+        scale = None if self.scale is None else self.scale.ravel()[: w.head_size] if self.scale.size > 1 else self.scale
+        stored = codec.encode(values, w.cache_dtype, scale).ravel()[: -3 * shape[-1]]
+        table = self.cupy.asarray(stored.view(f"u{stored.itemsize}"))
         cache = self.cupy.empty(int(np.prod(shape)), table.dtype)
         for first in range(0, cache.size, table.size):
             part = cache[first : first + table.size]
-            part.view(np.uint8)[...] = table[: part.size].view(np.uint8)
+            part[...] = table[: part.size]
         return cache.reshape(shape)
+
+    def typed(self, cache: Any) -> Any:
+        """The cache's bits as an array of its element type; CuPy has no float8."""
+        w = self.workload
+        return Float8View(cache) if w.cache == "float8e4m3fn" else cache.view(w.cache_dtype.numpy)
 
     def table(self, rng: np.random.Generator, blocks: list[int]) -> np.ndarray[Any, Any]:
         order = rng.permutation(self.num_blocks)
@@ -247,9 +255,8 @@ class Prepared:
         for name in ("query", "key", "value"):
             if name in self.arrays:
                 inputs[name] = self.arrays[name][first : first + tail].get()
-        for name in ("key_cache", "value_cache"):
-            if name in self.arrays:
-                inputs[name] = self.arrays[name].view(np.uint8)[ids].get().view(w.cache_dtype.numpy)
+        for name, cache in self.caches.items():
+            inputs[name] = cache[ids].get().view(w.cache_dtype.numpy)
         inputs["cumulative_sequence_length"] = np.array([0, tail], np.int32)
         inputs["past_seqlens"] = np.array([past + new - tail], np.int32)
         inputs["block_table"] = np.arange(blocks, dtype=np.int32)[None]

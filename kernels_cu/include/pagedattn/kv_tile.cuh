@@ -25,9 +25,11 @@ template <DType Cache, int kChannels> struct TileShape {
 };
 
 // Copies 16 bytes, of which the first `valid` exist, from a source of which no more than `alignment` is known; the rest
-// become zeros. For caches with rows too odd for one asynchronous copy.
-__device__ __forceinline__ void copy_16_unaligned(unsigned char* s_target, const unsigned char* g_source, int valid, int alignment) {
-  if (alignment == 4) {
+// become zeros.
+__device__ __forceinline__ void copy_16(unsigned char* s_target, const unsigned char* g_source, int valid, int alignment) {
+  if (alignment == 16) {
+    ptx::cp_async<16>(s_target, g_source, valid);
+  } else if (alignment == 4) {
 #pragma unroll 1
     for (int i = 0; i < 16; i += 4) {
       const int rest = valid - i;
@@ -49,25 +51,37 @@ __device__ __forceinline__ void copy_rows(unsigned char* s_tile, int first, int 
   constexpr int kVectors = Shape::kVectors;
   constexpr int kLanes = kVectors > 16 ? 32 : kVectors > 8 ? 16 : kVectors > 4 ? 8 : kVectors > 2 ? 4 : kVectors;
   constexpr int kRowsAtOnce = kWarpSize / kLanes;
-  const int lane = threadIdx.x % kWarpSize;
+  const int lane_row = threadIdx.x % kWarpSize / kLanes;
+  const int lane_byte = 16 * (threadIdx.x % kLanes);
+  // Nearly every tile is whole and aligned, and a warp that spends its time on addresses leaves the memory idle: so that
+  // case is three instructions a copy, and all others share one small loop.
+  if (Shape::kRowBytes % 16 == 0 && kRows % kRowsAtOnce == 0 && alignment == 16 && first >= begin && first + kRows <= end) {
+    const unsigned char* g_source = g_first + lane_row * token_bytes + lane_byte;
+    unsigned char* s_target = s_tile + lane_row * Shape::kStride + lane_byte;
 #pragma unroll
-  for (int base = 0; base < kRows; base += kRowsAtOnce) {
-    const int row = base + lane / kLanes;
-    if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
-    const bool wanted = first + row >= begin && first + row < end;
-    const unsigned char* g_row = g_first + row * token_bytes;
+    for (int base = 0; base < kRows; base += kRowsAtOnce) {
 #pragma unroll
-    for (int part = 0; part < kVectors; part += kLanes) {
-      const int byte = 16 * (part + lane % kLanes);
-      if (kVectors % kLanes != 0 && byte >= 16 * kVectors) break;
-      const int valid = wanted ? max_of(0, min_of(16, Shape::kRowBytes - byte)) : 0;
-      unsigned char* s_target = s_tile + row * Shape::kStride + byte;
-      const unsigned char* g_source = valid > 0 ? g_row + byte : g_any;
-      if (alignment == 16) {
-        ptx::cp_async<16>(s_target, g_source, valid);
-      } else {
-        copy_16_unaligned(s_target, g_source, valid, alignment);
+      for (int part = 0; part < kVectors; part += kLanes) {
+        const int byte = 16 * part + lane_byte;
+        if (kVectors % kLanes != 0 && byte >= 16 * kVectors) break;
+        unsigned char* s_vector = s_target + base * Shape::kStride + 16 * part;
+        if (16 * kVectors == Shape::kRowBytes) {
+          ptx::cp_async<16>(s_vector, g_source + 16 * part);
+        } else {  // the row is padded with zeros
+          ptx::cp_async<16>(s_vector, byte < Shape::kRowBytes ? g_source + 16 * part : g_any, byte < Shape::kRowBytes ? 16 : 0);
+        }
       }
+      g_source += kRowsAtOnce * token_bytes;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = lane_row; row < kRows; row += kRowsAtOnce) {
+    const bool wanted = first + row >= begin && first + row < end;
+#pragma unroll 1
+    for (int byte = lane_byte; byte < 16 * kVectors; byte += 16 * kLanes) {
+      const int valid = wanted ? max_of(0, min_of(16, Shape::kRowBytes - byte)) : 0;
+      copy_16(s_tile + row * Shape::kStride + byte, valid > 0 ? g_first + row * token_bytes + byte : g_any, valid, alignment);
     }
   }
 }

@@ -22,6 +22,17 @@ template <int kBytes> __device__ __forceinline__ void cp_async(void* s_target, c
 #endif
 }
 
+// Copies all of kBytes.
+template <int kBytes> __device__ __forceinline__ void cp_async(void* s_target, const void* g_source) {
+  static_assert(kBytes == 16, "the width of the fast path");
+#if defined(__CUDA_ARCH__)
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(s_target));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(g_source) : "memory");
+#else
+  emulator::cp_async(s_target, g_source, kBytes, kBytes);
+#endif
+}
+
 // Ends the group of copies that this thread has started.
 __device__ __forceinline__ void cp_async_commit() {
 #if defined(__CUDA_ARCH__)
