@@ -1,0 +1,1 @@
+"""Other libraries; each module imports the library that it is named after."""
