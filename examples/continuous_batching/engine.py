@@ -62,6 +62,8 @@ class Engine:
     def step(self) -> list[tuple[Sequence, int]]:
         """One forward pass: the sequences that got a token, with it."""
         step = self.scheduler.schedule()
+        if not step.entries:
+            return []
         try:
             logits = self.run(step)
         except BaseException:

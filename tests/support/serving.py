@@ -9,6 +9,7 @@ another sequence therefore changes the answer, and `recall` says what the answer
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,10 +93,14 @@ def cells(tokens: list[int], window: int | None = None) -> tuple[np.ndarray, np.
 
 def recall(prompt: list[int], max_new_tokens: int, window: int | None = None) -> list[int]:
     """The tokens that `RecallModel` has to answer."""
-    tokens = list(prompt)
-    for _ in range(max_new_tokens):
-        _, hidden = cells(tokens, window)
-        tokens.append(int(_hash(hidden, _visible(len(tokens) - 1, len(tokens), window))[0]) % VOCAB)
+    tokens, hidden = list(prompt), cells(prompt, window)[1].tolist()
+
+    def last(values: list[int]) -> int:
+        return int(_hash(np.array(values), _visible(len(values) - 1, len(values), window))[0])
+
+    while len(tokens) < len(prompt) + max_new_tokens:
+        tokens.append(last(hidden) % VOCAB)
+        hidden.append(last(tokens))
     return tokens[len(prompt) :]
 
 
@@ -148,18 +153,15 @@ def poison(pool: BlockPool, cache: KVCache) -> None:
 
 def audit(pool: BlockPool, tables: list[BlockTable]) -> None:
     """Every block is in exactly one place, and owned as often as it is referenced."""
-    owners = [block for table in tables for block in table.blocks]
-    free, cached = pool._free, list(pool._cached)
-    assert len(set(free)) == len(free), "a block is free twice"
-    for block in range(pool.num_blocks):
-        assert pool.references(block) == owners.count(block), f"block {block} leaks or is owned without a reference"
-        places = (block in owners) + (block in free) + (block in cached)
-        assert places == 1, f"block {block} is in {places} places"
-    assert pool.used == len(set(owners))
-    assert pool.available == len(free) + len(cached) == pool.num_blocks - pool.used
+    owners = Counter(block for table in tables for block in table.blocks)
+    free, cached = set(pool._free), set(pool._cached)
+    references = {block: count for block in range(pool.num_blocks) if (count := pool.references(block))}
+    assert references == owners, "a block leaks, or is owned without a reference"
+    assert sorted([*owners, *pool._free, *cached]) == list(range(pool.num_blocks)), "a block is in no place, or in two"
+    assert (pool.used, pool.cached, pool.available) == (len(owners), len(cached), len(free) + len(cached))
     assert {key: block for block, key in pool._key_of.items()} == pool._block_of
-    assert set(cached) <= set(pool._key_of)
-    assert not set(free) & set(pool._key_of), "a free block still answers for its old content"
+    assert cached <= set(pool._key_of)
+    assert not free & set(pool._key_of), "a free block still answers for its old content"
 
 
 def prefix_keys(tokens: list[int], block_size: int, root: bytes = b"") -> list[bytes]:
