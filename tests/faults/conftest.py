@@ -1,4 +1,8 @@
-"""Fixtures of the fault tests: `target` is every way to run a call in the SEPARATE layout, `latent_target` in LATENT."""
+"""Fixtures of the fault tests.
+
+`target` is every way to run a call in the SEPARATE layout, `latent_target` in LATENT. `big_target` is `target` for
+arrays of many GiB, of which a GPU needs all and the CPU only the pages that are touched.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ from .targets import Target, gpu_count, targets_for
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name, feature in (("target", Feature.SEPARATE), ("latent_target", Feature.LATENT)):
+    for name, feature, marks in (
+        ("target", Feature.SEPARATE, [pytest.mark.gpu]),
+        ("latent_target", Feature.LATENT, [pytest.mark.gpu]),
+        ("big_target", Feature.SEPARATE, [pytest.mark.gpu, pytest.mark.big_gpu]),
+    ):
         if name in metafunc.fixturenames:
-            extra = [pytest.mark.big_gpu] if metafunc.definition.get_closest_marker("big_gpu") else []
-            params = [
-                pytest.param(t, id=str(t), marks=[pytest.mark.gpu, *extra] if t.on_gpu else [])
-                for t in targets_for(feature)
-            ]
+            params = [pytest.param(t, id=str(t), marks=marks if t.on_gpu else []) for t in targets_for(feature)]
             metafunc.parametrize(name, params)
 
 
@@ -44,7 +48,7 @@ def unit_cache(request: pytest.FixtureRequest) -> CacheKind:
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Whether the work of a sequence is cut into pieces of 16 keys, or as the backend likes (0)."""
     if request.param:
-        name = "target" if "target" in request.fixturenames else "latent_target"
+        name = next(name for name in request.fixturenames if name.endswith("target"))
         request.getfixturevalue(name).force_splits(monkeypatch, request.param)
     return request.param
 

@@ -261,6 +261,7 @@ class Expected:
     value_cache: Array | None
 
 
+@np.errstate(invalid="ignore")
 def expected(call: Call) -> Expected:
     """Do a call token by token in float64; everything but QK-norm and RoPE."""
     arrays, io = call.arrays, call.io
@@ -303,8 +304,7 @@ def expected(call: Call) -> Expected:
             if 0 <= slot < num_blocks * block_size:
                 pool[slot // block_size, slot % block_size] = codes[start + j]
         stored[name] = pool
-        with np.errstate(invalid="ignore"):
-            decoded = codec.decode(pool, call.cache_dtype, scale, head_size, np.float64)
+        decoded = codec.decode(pool, call.cache_dtype, scale, head_size, np.float64)
         read[name] = np.repeat(decoded.reshape(-1, kv_heads, head_size), heads // kv_heads, axis=1)
     if latent:
         read["value"] = read["key"][..., :out_size]

@@ -77,9 +77,18 @@ class Target:
 
     # ---- arrays
 
+    @property
+    def xp(self) -> Any:
+        """The array library."""
+        return np
+
     def upload(self, x: Array) -> Any:
         """A copy of the elements' bits on the device, same shape; views of it become arrays through `typed`."""
         return np.ascontiguousarray(x).view(bits(x.dtype)).copy()
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Zero bits on the device, for `typed`; where memory is virtual only what is touched costs any."""
+        return np.zeros(shape, bits(dtype))
 
     def typed(self, raw: Any, dtype: np.dtype[Any]) -> Any:
         """Bits on the device, strided or not, as an array of ``dtype``."""
@@ -164,8 +173,9 @@ class Target:
             else:
                 raw[name] = self.upload(x)
                 arrays[name] = self.typed(raw[name], x.dtype)
-        out_size = call.attributes.get("v_head_size") or _head_size(call)
-        shape = (call.arrays["query"].shape[0], call.attributes["num_heads"] * out_size)
+        heads = int(call.attributes["num_heads"])
+        out_size = int(call.attributes.get("v_head_size") or _head_size(call))
+        shape = (call.arrays["query"].shape[0], heads * out_size)
         io = call.arrays["query"].dtype
         raw_out = self.upload(np.full(shape, np.nan).astype(io))
         result = self.invoke(call, arrays, out=self.typed(raw_out, io), **options)
@@ -185,7 +195,7 @@ class Target:
         assert key_cache is not None
         qk_dtype = np.dtype(options.get("qk_dtype", np.float32))
         return Outcome(
-            self.download(raw_out).view(io).reshape(shape[0], call.attributes["num_heads"], out_size),
+            self.download(raw_out).view(io).reshape(shape[0], heads, out_size),
             key_cache,
             cache("value_cache"),
             None if result.lse is None else self.fetch(result.lse, np.dtype(np.float32)),
@@ -231,10 +241,17 @@ class CupyTarget(Target):
 
     where: str = "gpu"
 
-    def upload(self, x: Array) -> Any:
+    @property
+    def xp(self) -> Any:
         import cupy
 
-        return cupy.asarray(np.ascontiguousarray(x).view(bits(x.dtype)))
+        return cupy
+
+    def upload(self, x: Array) -> Any:
+        return self.xp.asarray(np.ascontiguousarray(x).view(bits(x.dtype)))
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return self.xp.zeros(shape, bits(dtype))
 
     def typed(self, raw: Any, dtype: np.dtype[Any]) -> Any:
         if dtype == FLOAT8E4M3FN.numpy:
@@ -257,8 +274,10 @@ class EmulatedTarget(Target):
     device: str = "emulated"
 
     def upload(self, x: Array) -> Any:
-        memory = import_module("tests.emulator.memory")
-        return memory.upload(np.ascontiguousarray(x).view(bits(x.dtype)))
+        return import_module("tests.emulator.memory").upload(np.ascontiguousarray(x).view(bits(x.dtype)))
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return import_module("tests.emulator.memory").zeros(shape, bits(dtype))
 
     def active(self) -> AbstractContextManager[Any]:
         return emulate()
@@ -299,7 +318,7 @@ def _guard(x: Array) -> Array:
 
 
 def _head_size(call: Call) -> int:
-    heads = call.attributes["num_heads"] + (0 if "key" in call.arrays else 2 * call.attributes["kv_num_heads"])
+    heads = int(call.attributes["num_heads"]) + (0 if "key" in call.arrays else 2 * int(call.attributes["kv_num_heads"]))
     return int(call.arrays["query"].shape[1] // heads)
 
 
