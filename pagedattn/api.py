@@ -169,10 +169,22 @@ class PagedAttention:
 
     def execute(self, arrays: dict[str, Any], out: Any = None) -> PagedAttentionResult:
         """Check the inputs that are present, by name, and run the call."""
-        key_cache, value_cache = arrays.get("key_cache"), arrays.get("value_cache")
+        own_caches = arrays.get("key_cache"), arrays.get("value_cache")
         if out is not None:
             arrays["output"] = out
         infos, adapters = describe(arrays)
+        if "query" not in infos:
+            raise InvalidArgumentError("query: required input, got none.")
+        # All that follows happens on query's device, and on the stream that is current for query's library.
+        with runtime_of(infos["query"].device).active(), adapters["query"].stream(arrays["query"]):
+            results = self._execute(arrays, infos, adapters)
+        output = results["output"] if out is None else out
+        return PagedAttentionResult(output, *own_caches, results.get("output_qk"), results.get("lse"))
+
+    def _execute(
+        self, arrays: dict[str, Any], infos: dict[str, TensorInfo], adapters: dict[str, Adapter]
+    ) -> dict[str, Any]:
+        """Results of a call by name."""
         prepared = self._prepare(arrays, infos, adapters)
         problem, choice, runtime = prepared.problem, prepared.choice, prepared.runtime
         self._check_values(problem, arrays, infos, adapters, runtime)
@@ -190,8 +202,7 @@ class PagedAttention:
             results["output_qk"] = make((problem.num_heads, problem.token_count, width), problem.qk_dtype, like)
         if problem.token_count:
             self._run(prepared, arrays, infos, adapters, results)
-        returned = output if out is None else out
-        return PagedAttentionResult(returned, key_cache, value_cache, results.get("output_qk"), results.get("lse"))
+        return results
 
     def explain(self, **inputs: Any) -> Choice:
         """Tell which backend would serve a call with these inputs, by name, and why each earlier one would not."""
@@ -241,8 +252,7 @@ class PagedAttention:
                     "be loaded; run the same call once on this stream first."
                 )
             choice = select(problem, runtime.arch, backend)
-            with runtime.active():
-                plan = _planner(choice.row)(problem, runtime.executor)
+            plan = _planner(choice.row)(problem, runtime.executor)
             prepared = self._prepared[kind] = _Prepared(problem, choice, plan, runtime)
             if len(self._prepared) > MAX_PLANS:
                 self._prepared.popitem(last=False)
@@ -304,10 +314,9 @@ class PagedAttention:
             tensors["output"] = adapters.get("output", adapters["query"]).to_numpy(results["output"])
             plan.run(tensors, None)
             return
-        with runtime.active(), adapters["query"].stream(arrays["query"]):
-            workspace = self._arena.reserve(runtime, plan.workspace_bytes)
-            described, _ = describe(results)
-            plan.run({**infos, **described}, workspace)
+        workspace = self._arena.reserve(runtime, plan.workspace_bytes)
+        described, _ = describe(results)
+        plan.run({**infos, **described}, workspace)
 
 
 def describe(arrays: dict[str, Any]) -> tuple[dict[str, TensorInfo], dict[str, Adapter]]:

@@ -139,9 +139,47 @@ DECODE = Row(
     prefers_text="batches of about one new token a sequence",
 )
 
+
+def latent_limits(problem: Problem) -> str | None:
+    """Latent rows of which a tile fits shared memory beside the queries."""
+    return None if problem.head_size <= 576 else f"head_size {problem.head_size} is above 576"
+
+
+LATENT = Row(
+    "latent",
+    "pagedattn.backends.latent_mla",
+    "LATENT_ATTENTION",
+    80,
+    {
+        **ALL_YES,
+        Feature.SEPARATE: No("serves the LATENT layout only"),
+        Feature.FLOAT32: _NO_FLOAT32,
+        Feature.QUANTIZED_CACHE: Yes("codes are widened in registers"),
+        Feature.INT4_CACHE: Yes("codes are widened in registers"),
+        Feature.HEAD_SINK: No("the contract refuses it in the LATENT layout"),
+        Feature.OUTPUT_QK: _NO_SCORES,
+    },
+    limits=latent_limits,
+)
+
+
+def dense_limits(problem: Problem) -> str | None:
+    """Heads of which a tile fits shared memory."""
+    return None if problem.head_size <= 1024 else f"head_size {problem.head_size} is above 1024"
+
+
+DENSE = Row(
+    "dense",
+    "pagedattn.backends.dense_attention",
+    "MATH",
+    80,
+    {**ALL_YES, Feature.FLOAT32: _NO_FLOAT32},
+    limits=dense_limits,
+)
+
 NUMPY = Row("numpy", "pagedattn.backends.numpy_reference", "NUMPY_REFERENCE", 0, ALL_YES)
 
-ROWS: tuple[Row, ...] = (DECODE, NUMPY)
+ROWS: tuple[Row, ...] = (LATENT, DECODE, DENSE, NUMPY)
 BY_NAME = {row.name: row for row in ROWS}
 
 

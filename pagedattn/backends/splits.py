@@ -28,7 +28,9 @@ class SplitPlan:
         Rows, tokens times query heads of a group, that are split alike; 0: each token has splits of its own.
     """
 
-    def __init__(self, problem: Problem, executor: Executor[Function], span: int, size: int, tile_rows: int = 0) -> None:
+    def __init__(
+        self, problem: Problem, executor: Executor[Function], span: int, size: int, tile_rows: int = 0
+    ) -> None:
         p = self.problem = problem
         while (
             sum(partial_bytes(p.token_count, split_count(span, size), p.num_heads, p.v_head_size)) > MAX_PARTIAL_BYTES
