@@ -1,0 +1,28 @@
+"""Tests that only a GPU can run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.faults.targets import gpu_count
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/gpu/" in item.nodeid:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def cupy() -> Any:
+    """CuPy, where there is a GPU."""
+    if not gpu_count():
+        pytest.skip("needs an NVIDIA GPU with CuPy")
+    import cupy
+
+    if os.environ.get("PAGEDATTN_SANITIZE") == "1":
+        cupy.cuda.set_allocator(None)  # each array an allocation of its own, which the sanitizer can guard
+    return cupy
