@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from pagedattn import paged_attention
+from pagedattn.backends import numpy_reference
 from tests.support.build import build
-from tests.support.cases import CORNER, SMOKE, grid, tiny
+from tests.support.cases import CORNER, SMOKE, Case, grid, tiny
 from tests.support.compare import bits, verify
 from tests.support.naive import naive
 from tests.support.oracle import oracle
@@ -15,9 +16,7 @@ ROUNDING = 1e-13
 LOOPED = [case for case in SMOKE if case.num_heads * case.head_size <= 1024]
 
 
-@pytest.mark.parametrize("case", LOOPED + tiny(), ids=str)
-def test_float64_mode_equals_the_loops(case):
-    built = build(case)
+def assert_equals_the_loops(built):
     got = oracle(built)
     want = naive(built.inputs, built.attributes, None if got.output_qk is None else got.output_qk.shape[2])
 
@@ -35,6 +34,39 @@ def test_float64_mode_equals_the_loops(case):
     same(got.lse, want.lse)
     if got.output_qk is not None:
         same(got.output_qk, want.output_qk)
+
+
+@pytest.mark.parametrize("case", LOOPED + tiny(), ids=str)
+def test_float64_mode_equals_the_loops(case):
+    assert_equals_the_loops(build(case))
+
+
+@pytest.mark.parametrize("elements", [1, 50, 400])
+def test_a_chunk_may_be_attended_in_tiles(elements, monkeypatch):
+    """One token at a time and a few, where a tile is as wide as its tokens' windows."""
+    monkeypatch.setattr(numpy_reference, "TILE_ELEMENTS", elements)
+    for case in (
+        Case(lengths=((9, 11), (0, 20)), window=4, bias="BH", qk_output=1, sink=True),
+        Case(lengths=((9, 11), (0, 20)), bias="11", qk_output=2, positions="tree"),
+        Case(lengths=((30, 7),), window=10, is_causal=False, softcap=2.0, unmapped=True),
+        Case(lengths=((20, 9),), mode="latent", kv_num_heads=1, group_size=3, window=3, qk_output=2),
+    ):
+        assert_equals_the_loops(build(case))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_window_limits_what_is_read(is_causal, monkeypatch):
+    """O(window) keys, whatever the length of the context."""
+    read = []
+    original = numpy_reference.PagedRows.read
+
+    def spy(self, sequence, low, high):
+        read.append((low, high))
+        return original(self, sequence, low, high)
+
+    monkeypatch.setattr(numpy_reference.PagedRows, "read", spy)
+    build(Case(lengths=((700, 1), (640, 5), (3, 2)), window=33, is_causal=is_causal)).run(paged_attention)
+    assert read == [(668, 701), (668, 701), (608, 645), (608, 645), (0, 5), (0, 5)]
 
 
 @pytest.mark.parametrize("case", SMOKE + tiny() + CORNER + grid(), ids=str)
