@@ -223,7 +223,10 @@ def import_foreign(name: str, x: Any) -> Any:
             return cuda.cupy().asarray(x)
         if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
             if x.__dlpack_device__()[0] == 1:
-                return np.from_dlpack(x)
+                try:
+                    return np.from_dlpack(x)
+                except (BufferError, RuntimeError) as error:  # bfloat16, say
+                    raise InvalidArgumentError(f"{name}: NumPy cannot take it through DLPack: {error}") from error
             return cuda.cupy().from_dlpack(x)
         raise
 

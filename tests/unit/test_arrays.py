@@ -237,6 +237,14 @@ def test_old_dlpack_objects_are_read_but_never_written():
         built.run(paged_attention, key_cache=OldForeign(built["key_cache"]))
 
 
+def test_what_numpy_cannot_take_through_dlpack_is_named():
+    built = build(Case(io="bfloat16"))
+    with pytest.raises(
+        InvalidArgumentError, match=r"^query: NumPy cannot take it through DLPack: DLPack only supports "
+    ):
+        built.run(paged_attention, query=Foreign(built["query"]))
+
+
 # ---- descriptions ------------------------------------------------------------------------------------------------
 
 
