@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) dense_attention(c
     float scores[1][D::kNTiles][4];
     if (D::has_scores()) wide_scores(scores, rows, tiles, i, p.rules, factor, keys.every);
     wide_softmax(scores, rows);
-    wide_values(rows, tiles.value_tile(i));
+    wide_values(rows, tiles, i, keys.differ() && !tiles.is_open(i, keys.every));
   }
   sum_rows(rows);
 

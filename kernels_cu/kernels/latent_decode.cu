@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) latent_decode(con
     float scores[1][D::kNTiles][4];
     if (D::has_scores()) wide_scores(scores, rows, tiles, i, p.rules, p.rules.scale * key_scale, keys.every);
     wide_softmax(scores, rows);
-    wide_values(rows, tiles.value_tile(i));
+    wide_values(rows, tiles, i, keys.differ() && !tiles.is_open(i, keys.every));
   }
   sum_rows(rows);
 

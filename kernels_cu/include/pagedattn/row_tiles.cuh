@@ -9,6 +9,7 @@
 // rows end at once. Padding tokens after the last sequence are tiled as if they were one more sequence.
 #pragma once
 
+#include <pagedattn/epilogue.cuh>
 #include <pagedattn/mask.cuh>
 #include <pagedattn/seqlens.cuh>
 
@@ -54,6 +55,8 @@ __device__ __forceinline__ RowTile find_row_tile(const SequenceTable& table, int
 struct TileKeys {
   KeyRange some;   // holds every key that some token of the tile admits
   KeyRange every;  // keys that every token admits
+
+  __device__ bool differ() const { return some.begin != every.begin || some.end != every.end; }
 };
 
 // Keys of the tokens [first, last] of a sequence. All lanes of a warp call it together.
@@ -73,4 +76,27 @@ __device__ __forceinline__ TileKeys keys_of_tokens(const SequenceTable& table, c
   }
   if (keys.some.end == 0) keys.some.begin = 0;
   return keys;
+}
+
+// Rules of one row; the keys it admits are cut to `range`. `first_head` is the first query head of the group.
+template <class Io>
+__device__ __forceinline__ RowRules<Io> rules_of_row(const RowTile& tile, int row, const SequenceTable& table, const ScoreRules& rules,
+                                                     const KeyRange& range, int first_head) {
+  if (row >= tile.rows) return {{0, 0}, nullptr};
+  const int j = tile.token_in_sequence(row);
+  const KeyRange own = admitted_keys(rules, position_of_token(table, tile.sequence, tile.token(row)), j, tile.sequence.kv_len);
+  return {{max_of(own.begin, range.begin), min_of(own.end, range.end)},
+          bias_row_of<Io>(rules, tile.sequence.index, first_head + tile.head_in_group(row), j)};
+}
+
+// Rows of tokens that attend nothing: output 0, lse -infinity.
+template <class Io, int kThreads>
+__device__ __forceinline__ void write_empty_tile(const Output& out, const RowTile& tile, int first_head, int v_head_size) {
+  for (int i = threadIdx.x; i < tile.rows * (v_head_size / 2); i += kThreads) {
+    const int row = i / (v_head_size / 2);
+    const int channel = i % (v_head_size / 2) * 2;
+    const int head = first_head + tile.head_in_group(row);
+    store_2(output_row<Io>(out, tile.token(row), head, v_head_size) + channel, 0.0f, 0.0f);
+    if (channel == 0) store_lse(out, tile.token(row), head, negative_infinity());
+  }
 }

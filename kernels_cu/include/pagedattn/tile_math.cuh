@@ -91,6 +91,19 @@ template <int kNTiles> __device__ __forceinline__ void weigh_row(float (&scores)
   }
 }
 
+// Weight of one key for a row of the lane, from the lane of the four that has it.
+template <int kNTiles> __device__ __forceinline__ float weight_of_key(const float (&weights)[kNTiles][4], int half, int key) {
+  float own = 0.0f;
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      if (key_in_tile(n, i) == key) own = weights[n][i];
+    }
+  }
+  return group_sum<4>(own);
+}
+
 template <int kTiles> __device__ __forceinline__ void scale_row(float (&acc)[kTiles][4], float factor, int half) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -98,12 +111,6 @@ template <int kTiles> __device__ __forceinline__ void scale_row(float (&acc)[kTi
     acc[n][2 * half + 1] *= factor;
   }
 }
-
-// What one accumulator row needs to know of its token to turn a dot product into a score.
-template <class Io> struct RowRules {
-  KeyRange keys;     // that it admits; empty for a row that does not exist
-  const Io* g_bias;  // its bias row, or null
-};
 
 // Dot products to base-2 scores: scale, then the rare rules, then the mask where `masked` says that the tile needs one.
 // `factor` is the scale of q . k with the key scale in it; element i belongs to rows[i / 2], keys count from `key`, and bit b of

@@ -10,6 +10,7 @@
 
 #include <pagedattn/cta_tiles.cuh>
 #include <pagedattn/epilogue.cuh>
+#include <pagedattn/hidden_values.cuh>
 #include <pagedattn/query_tile.cuh>
 #include <pagedattn/row_tiles.cuh>
 #include <pagedattn/tile_math.cuh>
@@ -83,17 +84,9 @@ template <WideShape W> struct WideRows {
 template <WideShape W>
 __device__ __forceinline__ void begin_rows(WideRows<W>& rows, const RowTile& tile, const SequenceTable& table, const ScoreRules& rules,
                                            const KeyRange& range, int first_head) {
-  using Io = typename Wide<W>::Io;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = Wide<W>::row(half);
-    rows.rules[half] = {{0, 0}, nullptr};
-    if (row >= tile.rows) continue;
-    const int j = tile.token_in_sequence(row);
-    const KeyRange own =
-        admitted_keys(rules, position_of_token(table, tile.sequence, tile.token(row)), j, tile.sequence.kv_len);
-    rows.rules[half].keys = {max_of(own.begin, range.begin), min_of(own.end, range.end)};
-    rows.rules[half].g_bias = bias_row_of<Io>(rules, tile.sequence.index, first_head + tile.head_in_group(row), j);
+    rows.rules[half] = rules_of_row<typename Wide<W>::Io>(tile, Wide<W>::row(half), table, rules, range, first_head);
   }
 }
 
@@ -140,10 +133,20 @@ template <WideShape W> __device__ __forceinline__ void wide_softmax(float (&scor
   __syncthreads();  // the probabilities are visible to the warps that sum values, and the maxima are free again
 }
 
-// acc += p . v for this warp's channels.
+// acc += p . v for this warp's channels. `differ`: not all rows of the tile admit the same keys.
 template <WideShape W>
-__device__ __forceinline__ void wide_values(WideRows<W>& rows, const unsigned char* s_values) {
+__device__ __forceinline__ void wide_values(WideRows<W>& rows, const typename Wide<W>::Tiles& tiles, int i, bool differ) {
   using D = Wide<W>;
+  unsigned char* s_values = tiles.value_tile(i);
+  if (differ) {
+    const uint32_t mapped = tiles.mapped_blocks();
+    take_strange_values<typename D::F, W.cache, typename D::Tiles::ValueShape, W.tile_keys, D::kWarps>(
+        rows.acc, s_values, D::column() * D::kGroupsOfWarp, D::kGroups,
+        [&](int, int half, int key) {
+          return to_float(reinterpret_cast<const typename D::Io*>(D::s_probabilities() + D::row(half) * D::kProbabilityStride)[key]);
+        },
+        [&](int, int half, int key) { return rows.rules[half].keys.contains(tiles.key_of(i) + key) && (mapped >> (key / 16) & 1u); });
+  }
 #pragma unroll
   for (int block = 0; block < W.tile_keys / 16; ++block) {
     uint32_t p[1][4];
@@ -182,16 +185,4 @@ __device__ __forceinline__ void for_values_of_row(const WideRows<W>& rows, int h
     use(channel, first * factor * scale_of(value_scales, kv_head, channel),
         second * factor * scale_of(value_scales, kv_head, channel + 1));
   });
-}
-
-// Rows of tokens that attend nothing: output 0, lse -infinity.
-template <class Io, int kThreads>
-__device__ __forceinline__ void write_empty_tile(const Output& out, const RowTile& tile, int first_head, int v_head_size) {
-  for (int i = threadIdx.x; i < tile.rows * (v_head_size / 2); i += kThreads) {
-    const int row = i / (v_head_size / 2);
-    const int channel = i % (v_head_size / 2) * 2;
-    const int head = first_head + tile.head_in_group(row);
-    store_2(output_row<Io>(out, tile.token(row), head, v_head_size) + channel, 0.0f, 0.0f);
-    if (channel == 0) store_lse(out, tile.token(row), head, negative_infinity());
-  }
 }
