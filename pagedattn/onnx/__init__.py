@@ -16,14 +16,18 @@ except ImportError as error:
 
 from pagedattn.onnx.inference import NodeInferenceError
 from pagedattn.onnx.node import PagedAttentionNode, make_paged_attention_node, read_paged_attention_node
+from pagedattn.onnx.reference import reference_ops
 from pagedattn.onnx.schema import deregister_schema, make_schema, register_schema
+from pagedattn.onnx.session import Session
 
 __all__ = [
     "NodeInferenceError",
     "PagedAttentionNode",
+    "Session",
     "deregister_schema",
     "make_paged_attention_node",
     "make_schema",
     "read_paged_attention_node",
+    "reference_ops",
     "register_schema",
 ]

@@ -62,12 +62,19 @@ def names_by_index(names: Sequence[str], rows: Sequence[str], kind: str) -> dict
     return {row: name for row, name in zip(rows, names, strict=False) if name}
 
 
-def refuse_unknown_attributes(names: Iterable[str]) -> None:
-    """Refuse attributes that the contract does not know, by name: the node would mean something else."""
+def refuse_unknown_attributes(
+    names: Iterable[str],
+    operator: str = contract.NAME,
+    rows: tuple[contract.Attribute, ...] = contract.ATTRIBUTES,
+) -> None:
+    """Refuse attributes that an operator does not have, by name: the node would mean something else."""
+    known = [row.name for row in rows]
     for name in names:
-        if name not in contract.ATTRIBUTE_BY_NAME:
-            known = f"an attribute of {contract.NAME} among {', '.join(contract.ATTRIBUTE_BY_NAME)}"
-            raise InvalidArgumentError(expected(name, known, "an unknown name", FOREIGN_ATTRIBUTES.get(name, "")))
+        if name not in known:
+            hint = FOREIGN_ATTRIBUTES.get(name, "") if operator == contract.NAME else ""
+            raise InvalidArgumentError(
+                expected(name, f"an attribute of {operator} among {', '.join(known)}", "an unknown name", hint)
+            )
 
 
 def read_paged_attention_node(node: NodeProto) -> PagedAttentionNode:

@@ -38,6 +38,11 @@ def type_string(dtype: DType) -> str:
     return f"tensor({ {'float32': 'float', 'int4': 'uint8'}.get(dtype.name, dtype.name) })"
 
 
+def dtype_of_element(element: int) -> DType | None:
+    """Row of an ONNX element type; None for one that no input or output of the operators has."""
+    return next((row for row in ALL if _ELEMENT_TYPES[row.name] == element), None)
+
+
 def numpy_type(element: int) -> np.dtype[Any] | None:
     """NumPy or ml_dtypes type of an ONNX element type; None for UNDEFINED."""
     if element == TensorProto.UNDEFINED:

@@ -10,6 +10,16 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 from pagedattn import contract
 
 F16, F32, I32, I8 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT8
+ELEMENTS = {
+    "float16": F16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "float32": F32,
+    "int8": I8,
+    "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
+    "uint8": TensorProto.UINT8,
+    "int32": I32,
+    "int64": TensorProto.INT64,
+}
 Shape = Sequence["int | str | None"] | None
 
 # A separate-mode node with 8 query heads over 2 key heads of 64 channels; None leaves a rank open.
@@ -80,3 +90,18 @@ def one_node(
 ) -> ModelProto:
     """A model of one node whose outputs are intermediate values, so that inference shows in ``value_info``."""
     return model_of([raw_node(list(inputs), outputs, attributes)], inputs, declared)
+
+
+def model_of_call(
+    inputs: Mapping[str, Any], attributes: Mapping[str, Any], outputs: Sequence[str] = CACHES_OUT, **declared: int
+) -> ModelProto:
+    """A model of one node for a call of paged_attention; ``declared`` gives types of outputs other than the usual."""
+    types = {name: (ELEMENTS[str(x.dtype)], x.shape) for name, x in inputs.items()}
+    usual = {
+        "output": types["query"][0],
+        "key_cache_out": types["key_cache"][0],
+        "value_cache_out": types["key_cache"][0],
+        "output_qk": F32,
+    }
+    named = {name: (declared.get(name, usual[name]), None) for name in outputs if name}
+    return model_of([raw_node(list(inputs), outputs, attributes)], types, named)
