@@ -24,6 +24,7 @@ from pagedattn.validate import (
     check_host_values,
     check_output_qk_size,
     coerce_attributes,
+    is_misaligned,
     validate,
 )
 from pagedattn.workspace import Arena
@@ -256,8 +257,11 @@ class PagedAttention:
             prepared = self._prepared[kind] = _Prepared(problem, choice, plan, runtime)
             if len(self._prepared) > MAX_PLANS:
                 self._prepared.popitem(last=False)
-        if "value_cache" in infos and infos["value_cache"].pointer == infos["key_cache"].pointer:
-            validate(infos, self.attributes, contiguous=self.contiguous)  # the one static rule about addresses
+        same_caches = "value_cache" in infos and infos["value_cache"].pointer == infos["key_cache"].pointer
+        if same_caches or any(
+            map(is_misaligned, infos.values())
+        ):  # the rules about addresses, which are no part of a kind
+            validate(infos, self.attributes, contiguous=self.contiguous)
         return prepared
 
     def _check_values(

@@ -525,6 +525,24 @@ def layout_contiguous(call: Call) -> str | None:
     return None
 
 
+@rule
+def elements_aligned(call: Call) -> str | None:
+    """A GPU reads whole elements only. NumPy copes with any address."""
+    for name, tensor in call.tensors.items():
+        if tensor.device != "cpu" and is_misaligned(tensor):
+            return expected(
+                name,
+                f"an address that is a multiple of {tensor.dtype.itemsize}, the size of its elements",
+                f"{tensor.pointer:#x}",
+            )
+    return None
+
+
+def is_misaligned(tensor: TensorInfo) -> bool:
+    """Whether an array's elements straddle the addresses of their type."""
+    return tensor.pointer % tensor.dtype.itemsize != 0 and 0 not in tensor.shape
+
+
 # ---- the problem -------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,8 @@ table says its backend does not serve has to be refused with that very reason; `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -26,7 +26,7 @@ from pagedattn.support import Feature, No, Row
 from pagedattn.testing import emulate, emulator
 from pagedattn.validate import validate
 
-from .scene import Array, Call, assert_close, assert_same_bytes, expected
+from .scene import ROUNDING, Array, Call, assert_close, assert_same_bytes, expected
 
 Place = Callable[[str, Array], Any]
 
@@ -106,9 +106,15 @@ class Target:
         """A result back in host memory."""
         return np.array(x).view(dtype)
 
-    def active(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def active(self) -> Iterator[None]:
         """Where calls of this target run."""
-        return nullcontext()
+        runtimes.emulated()  # installs what the environment asks for, once
+        before = runtimes.use_emulator(None)
+        try:
+            yield
+        finally:
+            runtimes.use_emulator(before)
 
     # ---- calls
 
@@ -248,7 +254,7 @@ class CupyTarget(Target):
         return cupy
 
     def upload(self, x: Array) -> Any:
-        return self.xp.asarray(np.ascontiguousarray(x).view(bits(x.dtype)))
+        return self.xp.asarray(np.ascontiguousarray(x).view(bits(x.dtype)), order="C")
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return self.xp.zeros(shape, bits(dtype))
@@ -279,8 +285,10 @@ class EmulatedTarget(Target):
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return import_module("tests.emulator.memory").zeros(shape, bits(dtype))
 
-    def active(self) -> AbstractContextManager[Any]:
-        return emulate()
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with emulate():
+            yield
 
 
 @cache
@@ -323,5 +331,5 @@ def _head_size(call: Call) -> int:
 
 
 def _lse_slack(call: Call) -> float:
-    """Scores of half-precision tiles are exact products summed in float32; the query was rounded once."""
-    return 2e-3 if call.io is not FLOAT32 else 1e-5
+    """Scores come from queries that were rounded to the activations' type, with the scales of channels in them."""
+    return max(2 * ROUNDING[call.io], 1e-5)

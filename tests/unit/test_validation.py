@@ -440,6 +440,12 @@ PLACED = [
         {"block_table": lambda info: info._replace(strides=(1, 3))},
         "block_table: expected a C-contiguous array, got strides (1, 3) in elements.",
     ),
+    Refused(
+        "elements_aligned",
+        "plain",
+        {"past_seqlens": lambda info: info._replace(pointer=4098)},
+        "past_seqlens: expected an address that is a multiple of 4, the size of its elements, got 0x1002.",
+    ),
 ]
 # After the rules, in the order of the checks.
 LATER = [
