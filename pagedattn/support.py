@@ -111,7 +111,7 @@ _NO_FLOAT32 = No("the kernels take float16 and bfloat16")
 _NO_SCORES = No("its kernel never holds the scores; dense does")
 
 
-def decode_limits(problem: Problem) -> str | None:
+def narrow_heads(problem: Problem) -> str | None:
     """Head sizes whose accumulators fit a warp's registers."""
     return None if problem.head_size <= 256 else f"head_size {problem.head_size} is above 256"
 
@@ -134,9 +134,26 @@ DECODE = Row(
         Feature.INT4_CACHE: Yes("codes are widened in registers"),
         Feature.OUTPUT_QK: _NO_SCORES,
     },
-    limits=decode_limits,
+    limits=narrow_heads,
     prefers=decode_shaped,
     prefers_text="batches of about one new token a sequence",
+)
+
+
+FLASH = Row(
+    "flash",
+    "pagedattn.backends.flash_prefill",
+    "FLASH_ATTENTION",
+    80,
+    {
+        **ALL_YES,
+        Feature.LATENT: No("needs a value cache"),
+        Feature.FLOAT32: _NO_FLOAT32,
+        Feature.QUANTIZED_CACHE: Yes("codes are widened in registers"),
+        Feature.INT4_CACHE: Yes("codes are widened in registers"),
+        Feature.OUTPUT_QK: _NO_SCORES,
+    },
+    limits=narrow_heads,
 )
 
 
@@ -179,7 +196,7 @@ DENSE = Row(
 
 NUMPY = Row("numpy", "pagedattn.backends.numpy_reference", "NUMPY_REFERENCE", 0, ALL_YES)
 
-ROWS: tuple[Row, ...] = (LATENT, DECODE, DENSE, NUMPY)
+ROWS: tuple[Row, ...] = (LATENT, DECODE, FLASH, DENSE, NUMPY)
 BY_NAME = {row.name: row for row in ROWS}
 
 
