@@ -103,8 +103,11 @@ def sample(logits: np.ndarray, temperature: float, rng: np.random.Generator) -> 
     return int((logits / temperature + rng.gumbel(size=logits.shape)).argmax())  # the same as a draw from the softmax
 
 
-def calibrate(model: Llama, prompts: list[list[int]], dtype: str, max_new_tokens: int = 32) -> Scales:
-    """Scales for a quantized cache, from the keys and values that some prompts and their continuations produce."""
+def calibrate(model: Llama, prompts: list[list[int]], dtype: str, max_new_tokens: int) -> Scales:
+    """Scales for a quantized cache, from the keys and values that some prompts and their continuations produce.
+
+    Let the texts be as long as those to come: a channel that RoPE turns slowly is largest far into a text.
+    """
     block_size = 16
     longest = model.config.max_length - max_new_tokens
     prompts = [prompt[:longest] for prompt in prompts]

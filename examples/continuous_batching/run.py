@@ -148,7 +148,9 @@ def main(argv: list[str] | None = None) -> None:
         model = random_model(Config(**RANDOM_CONFIG, window=options.window), options.seed, xp)
         requests = synthetic_requests(options.requests, model.config.vocab_size, options.seed)
 
-    scales = calibrate(model, [request.tokens for request in requests], dtype) if dtype in QUANTIZED else None
+    scales = None
+    if dtype in QUANTIZED:
+        scales = calibrate(model, [request.tokens for request in requests], dtype, options.max_new_tokens)
     engine = Engine(model, options.num_blocks, options.block_size, cache_dtype=dtype, scales=scales, seed=options.seed,
                     chunk_size=options.chunk_size, max_batch_tokens=options.max_batch_tokens,
                     max_running=options.max_running, prefix_caching=options.prefix_caching)

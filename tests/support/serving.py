@@ -23,16 +23,19 @@ EXAMPLE = ROOT / "examples" / "continuous_batching"
 DATA = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(EXAMPLE))  # where the example's files find each other
 
+import display  # noqa: E402
+import run as command  # noqa: E402
 from engine import Engine, calibrate, sample  # noqa: E402
-from kv_cache import KVCache  # noqa: E402
+from kv_cache import KVCache, Scales  # noqa: E402
 from model import Config, Llama, Weights, load_llama2c, random_model  # noqa: E402
 from scheduler import RequestError, Scheduler, Step  # noqa: E402
 from sequence import Sequence, Status  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
-__all__ = ["DATA", "EXAMPLE", "ROOT", "Config", "Engine", "KVCache", "Llama", "RecallModel", "RequestError",
-           "Scheduler", "Sequence", "Status", "Step", "Tokenizer", "Weights", "audit", "calibrate", "cells", "drain",
-           "greedy", "load_llama2c", "poison", "prefix_keys", "random_model", "recall", "run_step", "sample"]
+__all__ = ["DATA", "EXAMPLE", "ROOT", "Config", "Engine", "KVCache", "Llama", "RecallModel", "RequestError", "Scales",
+           "Scheduler", "Sequence", "Status", "Step", "Tokenizer", "Weights", "audit", "calibrate", "cells", "command",
+           "display", "drain", "greedy", "load_llama2c", "poison", "prefix_keys", "random_model", "recall", "run_step",
+           "sample"]
 
 PRIME = 1048573  # hashes are exact in float32
 VOCAB = 64
