@@ -1,0 +1,57 @@
+// Barriers of shared memory: mbarrier objects, which also count bytes that the copy engine delivers, and named barriers.
+//
+// A waiter names the parity of the phase that it waits for: 0 for the first one. Waiting for parity 1 on a fresh barrier
+// returns at once.
+#pragma once
+
+#include <pagedattn/types.cuh>
+
+namespace ptx {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(s_pointer));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(s_barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes the initialized barriers visible to the copy engine.
+__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(s_barrier)) : "memory");
+}
+
+// Arrives, and makes the phase wait for `bytes` more from the copy engine.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* s_barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(s_barrier)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}" ::"r"(shared_address(s_barrier)), "r"(parity)
+      : "memory");
+}
+
+// Named barriers 1..15; `threads` counts those that wait and those that only arrive.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+#endif
+
+}  // namespace ptx

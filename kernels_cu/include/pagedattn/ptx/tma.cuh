@@ -1,0 +1,40 @@
+// The copy engine: boxes of a tensor in global memory, described by a map that the host encodes, to shared memory.
+#pragma once
+
+#include <pagedattn/ptx/mbarrier.cuh>
+
+// A CUtensorMap, opaque. It must be a __grid_constant__ parameter or lie in global memory.
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+
+namespace ptx {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Starts the copy of the box at a coordinate (innermost axis first); its bytes are counted on the barrier. Elements
+// outside of the tensor arrive as zeros, and are counted too. One thread calls it.
+__device__ __forceinline__ void tma_load(void* s_target, const TensorMap& map, uint64_t* s_barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+          shared_address(s_target)),
+      "l"(&map), "r"(shared_address(s_barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load(void* s_target, const TensorMap& map, uint64_t* s_barrier, int c0, int c1, int c2, int c3,
+                                         int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::
+          "r"(shared_address(s_target)),
+      "l"(&map), "r"(shared_address(s_barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// Orders this thread's ordinary stores to shared memory before later reads by the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#endif
+
+}  // namespace ptx

@@ -1,0 +1,237 @@
+"""Attention of prompts, chunks and mixed batches with Hopper's warpgroup products and copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pagedattn import dtypes
+from pagedattn.dtypes import DType
+from pagedattn.jit import tensor_map as maps
+from pagedattn.jit.kernel import Kernel
+from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.params import i32, params, tensor_map
+from pagedattn.jit.spec import Spec
+from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, SCORE_RULES, SEQUENCE_TABLE
+from pagedattn.problem import Problem, TensorInfo
+
+WARPGROUP = 128
+ROWS = 64  # of a warpgroup
+HEAD_SIZES = (64, 96, 128, 192, 256)
+BARRIER_BYTES = 288  # barriers and the descriptions of two pieces of work
+ALIGNMENT_BYTES = 1024  # the swizzle repeats after so many
+
+
+@dataclass(frozen=True)
+class FlashPrefillSm90Spec(Spec):
+    """What `flash_prefill_sm90` is compiled for; `choose` fills it."""
+
+    io: DType
+    head_size: int
+    tile_kv: int
+    stages: int
+    warpgroups: int
+    has_rules: bool
+
+
+PARAMS = params(
+    "FlashPrefillSm90Params",
+    query_map=tensor_map,
+    key_map=tensor_map,
+    value_map=tensor_map,
+    sequences=SEQUENCE_TABLE,
+    blocks=BLOCK_TABLE,
+    rules=SCORE_RULES,
+    out=OUTPUT,
+    group_size=i32,
+    kv_num_heads=i32,
+    key_head_step=i32,
+    value_head_step=i32,
+)
+
+# (tile_kv, warpgroups) by head size: as many rows as the registers of acc and scores allow.
+SHAPES = {64: (128, 2), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
+MAX_STAGES = 4
+
+
+def threads(spec: FlashPrefillSm90Spec) -> int:
+    """Threads of a CTA: a warpgroup loads, the others compute."""
+    return WARPGROUP * (1 + spec.warpgroups)
+
+
+def shared_bytes(spec: FlashPrefillSm90Spec) -> int:
+    """Queries, the stages of key and value tiles, barriers, and room to start on a multiple of the swizzle's period."""
+    rows = spec.warpgroups * ROWS + spec.stages * 2 * spec.tile_kv
+    return rows * spec.head_size * 2 + BARRIER_BYTES + ALIGNMENT_BYTES
+
+
+KERNEL = Kernel("flash_prefill_sm90", FlashPrefillSm90Spec, PARAMS, threads, shared_bytes, archs=("sm_90a",))
+
+
+def group_channels(head_size: int) -> int:
+    """Channels of a row of the swizzle."""
+    return 64 if head_size % 64 == 0 else 32
+
+
+def choose(io: DType, head_size: int, has_rules: bool, shared_limit: int) -> FlashPrefillSm90Spec:
+    """Spec with the most stages that fit ``shared_limit`` bytes."""
+    tile_kv, warpgroups = SHAPES[head_size]
+    if has_rules:
+        tile_kv = 64  # the rules' code takes registers, and is written out for each score
+    specs = [
+        FlashPrefillSm90Spec(io, head_size, tile_kv, stages, warpgroups, has_rules)
+        for stages in range(MAX_STAGES, 1, -1)
+    ]
+    return next(spec for spec in specs if shared_bytes(spec) <= shared_limit)
+
+
+def tile_tokens(spec: FlashPrefillSm90Spec, group_size: int) -> int:
+    """Tokens of one piece of work; each has a row per query head of the group."""
+    return spec.warpgroups * (ROWS // group_size)
+
+
+def grid(
+    spec: FlashPrefillSm90Spec,
+    token_count: int,
+    batch_size: int,
+    kv_num_heads: int,
+    group_size: int,
+    multiprocessors: int,
+) -> tuple[int, int, int]:
+    """CTAs of a launch: one a multiprocessor, or fewer when there is never so much work."""
+    tokens = tile_tokens(spec, group_size)
+    # Every sequence, and the padding after them, may end in a tile that is not full.
+    tiles = min(token_count, token_count // tokens + batch_size + 1)
+    return max(1, min(multiprocessors, tiles * kv_num_heads)), 1, 1
+
+
+def why_not_problem(problem: Problem) -> str | None:
+    """Reason why the kernel does not serve a problem, or None."""
+    p = problem
+    if p.is_latent:
+        return "needs a value cache"
+    if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
+        return "takes float16 and bfloat16"
+    if p.cache_dtype != p.io_dtype:
+        return f"the cache holds {p.cache_dtype.name}, not the type of the query"
+    if p.head_size not in HEAD_SIZES:
+        return f"head_size {p.head_size} is not one of {', '.join(map(str, HEAD_SIZES))}"
+    if p.group_size > ROWS:
+        return f"{p.group_size} query heads a kv head are more than {ROWS}"
+    return None
+
+
+def why_not_tensors(query: tuple[int, int], caches: tuple[TensorInfo, TensorInfo], channels: int) -> str | None:
+    """Reason why the copy engine cannot read these arrays, or None.
+
+    Parameters
+    ----------
+    query : tuple of int
+        Address of the query rows, and elements from one token to the next.
+    caches : tuple of TensorInfo
+        Key and value cache.
+    channels : int
+        `group_channels` of the head size.
+    """
+    address, stride = query
+    if address % 16 or stride % 8:
+        return "query rows do not start on multiples of 16 bytes"
+    for cache in caches:
+        block, token, head, _ = cache.strides
+        if cache.pointer % 16 or block % 8 or token % 8 or (cache.shape[2] > 1 and head % channels):
+            return f"cache rows do not start on multiples of {2 * channels} bytes within a token"
+        if min(block, token) <= 0 or (cache.shape[2] > 1 and head <= 0):
+            return "the cache has a stride that is not positive"
+        if 2 * max(block, 8 * token) >= maps.MAX_STRIDE_BYTES:
+            return "the cache has a stride that is too large"
+    return None
+
+
+class Sm90Kernel:
+    """The kernel for one problem, ready to launch.
+
+    Parameters
+    ----------
+    problem : Problem
+        One for which `why_not_problem` returns None.
+    executor : Executor
+        On a device of compute capability 9.0.
+    """
+
+    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
+        p = self.problem = problem
+        self.executor = executor
+        has_rules = p.softcap > 0 or p.bias_shape is not None or not p.scale > 0
+        self.spec = choose(p.io_dtype, p.head_size, has_rules, executor.max_shared_bytes)
+        self.function = executor.load(KERNEL, self.spec)
+        self.channels = group_channels(p.head_size)
+        self.grid = grid(
+            self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size, executor.multiprocessors
+        )
+
+    def why_not(self, query: tuple[int, int], key_cache: TensorInfo, value_cache: TensorInfo) -> str | None:
+        """Reason why these arrays cannot be read, or None; ``query`` is the rows' address and stride in elements."""
+        return why_not_tensors(query, (key_cache, value_cache), self.channels)
+
+    def launch(
+        self,
+        query: tuple[int, int],
+        key_cache: TensorInfo,
+        value_cache: TensorInfo,
+        sequences: bytes,
+        blocks: bytes,
+        rules: bytes,
+        out: bytes,
+    ) -> None:
+        """Attend; the packed structs are those of `pagedattn.kernels.layouts`."""
+        p = self.problem
+        packed = PARAMS.pack(
+            query_map=self._query_map(*query),
+            key_map=self._cache_map(key_cache),
+            value_map=self._cache_map(value_cache),
+            sequences=sequences,
+            blocks=blocks,
+            rules=rules,
+            out=out,
+            group_size=p.group_size,
+            kv_num_heads=p.kv_num_heads,
+            key_head_step=self._head_step(key_cache),
+            value_head_step=self._head_step(value_cache),
+        )
+        self.executor.launch(self.function, self.grid, threads(self.spec), shared_bytes(self.spec), packed)
+
+    def _query_map(self, address: int, stride: int) -> bytes:
+        """[channel groups, tokens, heads, channels]; a box is the rows of a warpgroup in one channel group."""
+        p, channels = self.problem, self.channels
+        return maps.encode(
+            p.io_dtype,
+            address,
+            (channels, p.num_heads, p.token_count, p.head_size // channels),
+            (2 * p.head_size, 2 * stride, 2 * channels),
+            (channels, p.group_size, ROWS // p.group_size, 1),
+        )
+
+    def _cache_map(self, cache: TensorInfo) -> bytes:
+        """[blocks, block_size / 8, channel groups of all heads, 8, channels]; a box is what a tile has of a block."""
+        p, channels = self.problem, self.channels
+        groups = p.head_size // channels
+        return maps.encode(
+            p.io_dtype,
+            cache.pointer,
+            (channels, 8, (p.kv_num_heads - 1) * self._head_step(cache) + groups, p.block_size // 8, p.num_blocks),
+            (2 * cache.strides[1], 2 * channels, 16 * cache.strides[1], 2 * cache.strides[0]),
+            (channels, 8, groups, min(p.block_size, self.spec.tile_kv) // 8, 1),
+        )
+
+    def _head_step(self, cache: TensorInfo) -> int:
+        """Channel groups from one head of a cache to the next."""
+        return cache.strides[2] // self.channels if self.problem.kv_num_heads > 1 else 0
+
+
+def smoke_specs() -> Iterator[FlashPrefillSm90Spec]:
+    """Specs that together reach every branch of the source."""
+    for head_size in HEAD_SIZES:
+        yield choose(dtypes.BFLOAT16, head_size, False, 227 << 10)
+    yield choose(dtypes.FLOAT16, 128, False, 227 << 10)
+    yield choose(dtypes.FLOAT16, 64, True, 227 << 10)
+    yield choose(dtypes.BFLOAT16, 128, True, 227 << 10)
