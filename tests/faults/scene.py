@@ -232,7 +232,7 @@ class Scene:
             caches = self.pool(self.key, pasts, "k_scale"), None if latent else self.pool(self.value, pasts, "v_scale")
         arrays["key_cache"] = caches[0]
         if latent:
-            attributes.update(kv_cache_layout="LATENT", v_head_size=self.v_head_size, scale=1 / math.sqrt(self.head_size))
+            attributes.update(kv_cache_layout="LATENT", v_head_size=self.v_head_size, scale=self.head_size**-0.5)
         else:
             arrays["value"], arrays["value_cache"] = new(self.value), caches[1]
         arrays.update(

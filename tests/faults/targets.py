@@ -188,7 +188,7 @@ class Target:
         back = {name: self.download(x).view(call.arrays[name].dtype) for name, x in raw.items()}
         for name, x in back.items():
             if name in ("key_cache", "value_cache"):
-                assert_same_bytes(x[[0, -1]], np.concatenate([_guard(x), _guard(x)]))  # nothing beside the cache changed
+                assert_same_bytes(x[[0, -1]], np.concatenate([_guard(x), _guard(x)]))  # nothing beside it changed
             else:
                 assert_same_bytes(x, call.arrays[name])
 
@@ -230,15 +230,21 @@ class Target:
             np.testing.assert_allclose(outcome.lse, want.lse, rtol=2e-5, atol=_lse_slack(call))
         return outcome
 
-    def force_splits(self, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
-        """Make the backend cut its work into pieces of about ``keys`` keys; skip where it never cuts."""
+    @property
+    def can_split(self) -> bool:
+        """Whether `force_splits` means anything."""
         module = import_module(self.row.module)
-        if hasattr(module, "FORCED_SPLIT_KEYS"):
-            monkeypatch.setattr(module, "FORCED_SPLIT_KEYS", keys)
-        elif hasattr(module, "TILE_ELEMENTS"):
-            monkeypatch.setattr(module, "TILE_ELEMENTS", 1)
-        else:
+        return hasattr(module, "FORCED_SPLIT_KEYS") or hasattr(module, "TILE_ELEMENTS")
+
+    def force_splits(self, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+        """Make the backend cut its work into pieces of ``keys`` keys, or of one token; skip where it never cuts."""
+        module = import_module(self.row.module)
+        if not self.can_split:
             pytest.skip(f"{self.backend} does not split")
+        elif hasattr(module, "FORCED_SPLIT_KEYS"):
+            monkeypatch.setattr(module, "FORCED_SPLIT_KEYS", keys)
+        else:
+            monkeypatch.setattr(module, "TILE_ELEMENTS", 1)
 
 
 @dataclass(frozen=True)
@@ -326,7 +332,9 @@ def _guard(x: Array) -> Array:
 
 
 def _head_size(call: Call) -> int:
-    heads = int(call.attributes["num_heads"]) + (0 if "key" in call.arrays else 2 * int(call.attributes["kv_num_heads"]))
+    heads = int(call.attributes["num_heads"])
+    if "key" not in call.arrays:  # packed
+        heads += 2 * int(call.attributes["kv_num_heads"])
     return int(call.arrays["query"].shape[1] // heads)
 
 

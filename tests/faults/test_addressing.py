@@ -27,8 +27,15 @@ def test_block_ids_far_into_a_large_cache(big_target, kind, with_slots):
     num_blocks, block, kv_heads, head_size = 131_080, 131_075, 8, 128
     if kind == "int8":  # 2^31 bytes are passed twice as late
         num_blocks, block = 2 * num_blocks, 2 * block
-    scene = Scene([16], num_heads=8, kv_num_heads=8, head_size=128, key=0, value=7,
-                  cache=CacheKind("", None if kind == "plain" else INT8))
+    scene = Scene(
+        [16],
+        num_heads=8,
+        kv_num_heads=8,
+        head_size=128,
+        key=0,
+        value=7,
+        cache=CacheKind("", None if kind == "plain" else INT8),
+    )
     call = scene.call([15])
     call = call.change(block_table=np.array([[block]], np.int32))
     target.require(call)
@@ -161,8 +168,9 @@ def test_more_sequences_than_a_grid_dimension_holds(target):
 
 def test_more_tokens_than_a_grid_dimension_holds(target):
     tokens = 300 if target.is_emulated else 65_537
-    scene = Scene([tokens], num_heads=2, head_size=8 if target.where == "host" else 64, key=0,
-                  value=lambda b, pos, h: pos % 13)
+    scene = Scene(
+        [tokens], num_heads=2, head_size=8 if target.where == "host" else 64, key=0, value=lambda b, pos, h: pos % 13
+    )
     outcome = target.run(scene.call([0]).change(local_window_size=1))
     assert (outcome.output == (np.arange(tokens) % 13)[:, None, None]).all()
 
@@ -175,8 +183,8 @@ def run_or_refuse(target, call, place, *names):
     try:
         return target.run(call, place=place)
     except pagedattn.InvalidArgumentError as error:
-        assert target.where != "host", error
-        assert str(error).startswith(names), error
+        if target.where == "host" or not str(error).startswith(names):
+            raise
         return None
 
 
@@ -235,12 +243,15 @@ def test_key_and_value_cache_may_share_a_buffer_but_not_their_rows(target):
     call = scene.call([33])
     target.require(call)
     both = target.upload(np.stack([call["key_cache"], call["value_cache"]], axis=1))
-    place = {"key_cache": lambda x: target.typed(both[:, 0], x.dtype), "value_cache": lambda x: target.typed(both[:, 1], x.dtype)}
+    place = {
+        "key_cache": lambda x: target.typed(both[:, 0], x.dtype),
+        "value_cache": lambda x: target.typed(both[:, 1], x.dtype),
+    }
     outcome = run_or_refuse(target, call, place, "key_cache", "value_cache")
     if outcome is not None:
         assert_same_bytes(outcome.output, target.run(call).output)
     same = target.place(call["key_cache"])
-    with pytest.raises(pagedattn.InvalidArgumentError, match="^value_cache: expected memory of its own"):
+    with pytest.raises(pagedattn.InvalidArgumentError, match=r"^value_cache: expected memory of its own"):
         target.invoke(call, place_all(target, call, key_cache=same, value_cache=same))
 
 
@@ -306,9 +317,24 @@ def test_rows_with_any_strides(target, name, how):
 # ---- arrays that start anywhere
 
 UNALIGNED = {
-    "plain": ["query", "key", "value", "key_cache", "value_cache", "cos_cache", "sin_cache", "head_sink", "q_norm_weight",
-              "k_norm_weight", "attention_bias", "cumulative_sequence_length", "past_seqlens", "block_table",
-              "slot_mapping", "query_positions"],
+    "plain": [
+        "query",
+        "key",
+        "value",
+        "key_cache",
+        "value_cache",
+        "cos_cache",
+        "sin_cache",
+        "head_sink",
+        "q_norm_weight",
+        "k_norm_weight",
+        "attention_bias",
+        "cumulative_sequence_length",
+        "past_seqlens",
+        "block_table",
+        "slot_mapping",
+        "query_positions",
+    ],
     "int8-channel": ["key_cache", "value_cache", "k_scale", "v_scale"],
     "fp8": ["key_cache", "value_cache", "k_scale"],
     "int4": ["key_cache", "value_cache"],

@@ -14,7 +14,7 @@ SMALLEST = -(2**31)
 
 @pytest.mark.parametrize("past", [0, 1000])
 def test_new_keys_are_stored_before_anyone_reads_them(target, past):
-    """The cache is NaN where they go, so a read that comes early shows; storing first in a call of its own is the same."""
+    """The cache is NaN where they go, so that an early read shows; storing in a call of its own first is the same."""
     tokens, heads, repeats = (2048, 32, 500) if target.on_gpu else (64 if target.is_emulated else 200, 4, 2)
     past = past if target.on_gpu else past // 10
     scene = Scene([past + tokens], num_heads=heads, head_size=64)
@@ -179,7 +179,7 @@ HOSTILE_OFFSETS = {
 
 @pytest.mark.parametrize("how", HOSTILE_OFFSETS)
 def test_offsets_that_make_no_sense_stay_in_memory(target, how):
-    """Offsets that do not decrease still serve the sequences inside the batch; of others only memory safety is asked."""
+    """If they do not decrease, sequences inside the batch are served; else only memory safety is asked."""
     scene = Scene([12, 9, 4], num_heads=2)
     call = scene.call([9, 8, 2])
     want = expected(call)
@@ -205,8 +205,8 @@ def test_query_positions_below_zero_are_refused_where_the_host_sees_them(target)
 @pytest.mark.parametrize("positions", [[100, 2**31 - 1, 3], [0, 0, 0], [11, 10, 9]], ids=str)
 @pytest.mark.parametrize("window", [-1, 8])
 def test_query_positions_of_any_size(target, positions, window):
-    call = Scene([12], num_heads=2).call([9]).change(query_positions=np.array(positions, np.int32), local_window_size=window)
-    target.check(call, return_lse=True)
+    call = Scene([12], num_heads=2).call([9]).change(local_window_size=window)
+    target.check(call.change(query_positions=np.array(positions, np.int32)), return_lse=True)
 
 
 @pytest.mark.parametrize("bounds", [[1, 0], [0, 8], [1, 1], [1, 8, 1], [2**31 - 1, 2**31 - 1]], ids=str)

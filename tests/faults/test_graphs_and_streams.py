@@ -7,10 +7,10 @@ import pytest
 
 import pagedattn
 from pagedattn.dtypes import FLOAT16
+from pagedattn.support import Feature
 
 from .scene import CACHES, HUGE, Call, Scene, assert_same_bytes
 from .targets import gpu_count, targets_for
-from pagedattn.support import Feature
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +41,7 @@ class OnDevice:
         if "attention_metadata" in call.arrays:
             self.arrays["attention_metadata"] = call["attention_metadata"]
         self.operator = target.operator(call, **options)
-        rows = call["query"].shape[0]
-        self.out = self.cupy.zeros((rows, call["num_heads"] * (call["query"].shape[1] // call["num_heads"])), np.float16)
+        self.out = self.cupy.zeros(call["query"].shape, np.float16)
         self.stream = stream or self.cupy.cuda.Stream(non_blocking=True)
 
     def write(self, call):
@@ -186,7 +185,8 @@ def test_a_cold_capture_works_or_is_refused_and_leaves_the_stream_usable(gpu, cu
         try:
             graph = step.capture()
         except pagedattn.PagedAttentionError as error:
-            assert "capture" in str(error) or "workspace" in str(error), error
+            if "capture" not in str(error):
+                raise
         with step.stream:
             assert int((cupy.arange(10) + 1).sum().get()) == 55
         step.run()

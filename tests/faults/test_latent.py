@@ -150,16 +150,30 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_has_no_meaning_there_is_refused(latent_target, what):
-    name = {"no key": "kv_cache_layout", "value": "kv_cache_layout", "value_cache": "kv_cache_layout",
-            "norm weights": "q_norm_weight", "v_head_size too large": "v_head_size", "two key heads": "kv_num_heads"}
+    name = {
+        "no key": "kv_cache_layout",
+        "value": "kv_cache_layout",
+        "value_cache": "kv_cache_layout",
+        "norm weights": "q_norm_weight",
+        "v_head_size too large": "v_head_size",
+        "two key heads": "kv_num_heads",
+    }
     call = latent([2], num_heads=2).call([1])
     latent_target.refuses(call.change(**REFUSED[what]), f"^{name.get(what, what)}: ")
 
 
-@pytest.mark.parametrize("extras", [
-    {"local_window_size": 5}, {"softcap": 3.0}, {"is_causal": 0}, {"query_positions": np.array([36, 2, 38, 8], np.int32)},
-    {"attention_bias": np.random.default_rng(0).standard_normal((2, 4, 3, 48)).astype(np.float16)}, {"qk_output": 2},
-], ids=lambda extras: next(iter(extras)))
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"local_window_size": 5},
+        {"softcap": 3.0},
+        {"is_causal": 0},
+        {"query_positions": np.array([36, 2, 38, 8], np.int32)},
+        {"attention_bias": np.random.default_rng(0).standard_normal((2, 4, 3, 48)).astype(np.float16)},
+        {"qk_output": 2},
+    ],
+    ids=lambda extras: next(iter(extras)),
+)
 def test_what_touches_a_score_works_there_too(latent_target, extras, splits):
     scene = latent([40, 9], 72, 64, num_heads=4)
     latent_target.check(scene.call([37, 8]).change(**extras), return_lse=True)

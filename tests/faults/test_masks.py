@@ -69,10 +69,10 @@ def hide(call, how):
         table[0] = -1
         return call.change(block_table=table)
     assert how == "window beyond the context"
-    positions = np.concatenate(
-        [np.arange(p, p + q) for p, q in zip(call["past_seqlens"], np.diff(call["cumulative_sequence_length"]), strict=True)]
-    )
-    positions[: call["cumulative_sequence_length"][1]] += 1000
+    cu = call["cumulative_sequence_length"]
+    spans = zip(call["past_seqlens"], np.diff(cu), strict=True)
+    positions = np.concatenate([np.arange(past, past + q_len) for past, q_len in spans])
+    positions[: cu[1]] += 1000
     return call.change(query_positions=positions.astype(np.int32), local_window_size=100)
 
 
@@ -189,8 +189,10 @@ def padded_batch(io, cache, style):
     else:
         rows = live
         call = call.change(
-            **{name: np.concatenate([call[name], np.zeros_like(call[name], shape=(5, call[name].shape[1]))])
-               for name in ("query", "key", "value")}
+            **{
+                name: np.concatenate([call[name], np.zeros_like(call[name], shape=(5, call[name].shape[1]))])
+                for name in ("query", "key", "value")
+            }
         )
     idle = np.setdiff1d(np.arange(8), rows)
     new = {name: call[name].copy() for name in ("query", "key", "value")}

@@ -9,7 +9,6 @@ from pagedattn.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 from .scene import Scene, assert_close, assert_same_bytes
 
-
 # A key's scale, and what one key is raised to, by the next code at least.
 LARGER = {"plain": (1, 201), "int8": (2, 202), "fp8": (1, 224), "int4": (40, 240)}
 

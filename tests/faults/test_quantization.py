@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ def test_scales_are_used_on_every_path(target, io, kind, window):
 
     def grown(cuts):
         rows, caches = [], (scene.pool(scene.key, [0], "k_scale"), scene.pool(scene.value, [0], "v_scale"))
-        for past, end in zip(cuts, cuts[1:], strict=False):
+        for past, end in pairwise(cuts):
             outcome = target.check(scene.call([past], [end - past], caches, **changes))
             rows.append(outcome.output)
             caches = outcome.caches
@@ -54,8 +56,15 @@ EXACT = [(FLOAT8E4M3FN, 0.125, 0.5), (INT8, 0.125, 0.5), (INT4, 0.5, 1.0)]
 def test_each_scale_is_applied_once_to_its_own(target, io, dtype, k_scale, v_scale, q_len, past_extra, splits):
     """3 / (1 + e^-2) = 2.6424; 5.285 or 1.321 if V is scaled never or twice, 3.000 or 1.687 likewise for K."""
     length = 2 + past_extra
-    scene = Scene([length], head_size=64, io=io, cache=CacheKind("", dtype, False, k_scale, v_scale),
-                  query=lambda b, pos, h: np.eye(64)[0], key=0, value=0)
+    scene = Scene(
+        [length],
+        head_size=64,
+        io=io,
+        cache=CacheKind("", dtype, False, k_scale, v_scale),
+        query=lambda b, pos, h: np.eye(64)[0],
+        key=0,
+        value=0,
+    )
     scene.key[0][-2, :, 0] = 2
     scene.value[0][-2] = 3
     call = scene.call([length - q_len]).change(scale=1.0, local_window_size=2)
@@ -86,7 +95,7 @@ def stored_codes(target, values, dtype, scale=1.0, io=FLOAT16, head_size=64, pas
     row = np.resize(np.asarray(values), head_size)
     kind = CacheKind("", dtype, False, scale, scale)
     with np.errstate(over="ignore"):
-        scene = Scene([past + 2, 2], num_heads=2, kv_num_heads=2, head_size=head_size, io=io, cache=kind, key=row, value=row)
+        scene = Scene([past + 2, 2], kv_num_heads=2, head_size=head_size, io=io, cache=kind, key=row, value=row)
     for history in (scene.key, scene.value):  # the past is not what is looked at
         history[0][:past] = 0
     call = scene.call([past, 0])
@@ -154,7 +163,8 @@ def test_int8_stores_round_ties_to_even(target, io, head_size):
 @pytest.mark.parametrize("dtype", [INT8, FLOAT8E4M3FN, INT4], ids=str)
 def test_stores_divide_by_the_scale(target, dtype, scale):
     """A multiplication by 1 / scale rounds some values the other way; the codes are those of a division."""
-    scene = Scene([64], num_heads=2, kv_num_heads=2, head_size=128, cache=CacheKind("", dtype, False, scale, scale), seed=8)
+    kind = CacheKind("", dtype, False, scale, scale)
+    scene = Scene([64], kv_num_heads=2, head_size=128, cache=kind, seed=8)
     limit = dtype.code_range[1] * scale
     for history in (scene.key, scene.value):
         history[0] = (history[0] * limit / 3).astype(np.float16)
@@ -182,7 +192,7 @@ def test_int4_packs_even_channels_low(target, io, head_size):
 def test_int4_rows_come_back_exactly(target, io, head_size, splits):
     values = np.resize(np.arange(-8, 8), head_size)
     kind = CacheKind("", INT4)
-    scene = Scene([3], io=io, head_size=head_size, cache=kind, key=0, value=lambda b, pos, h: np.roll(values, pos[0, 0, 0]))
+    scene = Scene([3], io=io, head_size=head_size, cache=kind, key=0)
     for position in range(3):
         scene.value[0][position] = np.roll(values, position)
     outcome = target.check(scene.call([0]).change(local_window_size=1))

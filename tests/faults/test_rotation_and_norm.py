@@ -43,8 +43,8 @@ def stored_row(scene, cache, position, b=0):
 def test_keys_are_rotated_in_the_right_pairs(target, io, where, kind):
     head_size, rotary_dim, offset, interleaved, want = TURNED[where]
     cache = CACHES["plain"] if kind == "plain" else CACHES["int8"].with_scales(1, 1)
-    scene = Scene([5], kv_num_heads=2, head_size=head_size, io=io, cache=cache, key=np.arange(1, head_size + 1), value=0)
-    scene.value[0][:] = np.arange(1, head_size + 1)
+    row = np.arange(1, head_size + 1)
+    scene = Scene([5], kv_num_heads=2, head_size=head_size, io=io, cache=cache, key=row, value=row)
     call = scene.call([3]).change(
         do_rotary=1, rotary_interleaved=interleaved, rotary_offset=offset, **tables(io, rotary_dim, 6, 4)
     )
@@ -76,7 +76,8 @@ def test_queries_are_rotated_like_keys(target, io, where, packed):
     bias[..., 1] = -np.inf
     call = call.change(attention_bias=bias)
     if packed:
-        call = call.change(query=np.concatenate([call["query"], call["key"], call["value"]], axis=1), key=None, value=None)
+        fused = np.concatenate([call["query"], call["key"], call["value"]], axis=1)
+        call = call.change(query=fused, key=None, value=None)
     outcome = target.run(call, return_lse=True)  # of one key, the logarithm is its score
     np.testing.assert_allclose(outcome.lse, np.repeat(want, 2).reshape(-1, 2) / 8, rtol=1e-3)
 
@@ -171,7 +172,7 @@ def test_norm_comes_before_rotation(target, io, kind):
 @pytest.mark.parametrize("head_size", [8, 64, 72, 256])
 def test_each_head_is_normalised_alone(target, io, head_size):
     """Heads of 2 and of 4 both become 1; over both jointly they would be 0.632 and 1.265."""
-    scene = Scene([3], num_heads=2, kv_num_heads=2, head_size=head_size, io=io, key=lambda b, pos, h: 2 * (h + 1), value=1)
+    scene = Scene([3], kv_num_heads=2, head_size=head_size, io=io, key=lambda b, pos, h: 2 * (h + 1), value=1)
     weights = {name: np.ones(head_size, io.numpy) for name in ("q_norm_weight", "k_norm_weight")}
     outcome = target.run(scene.call([2]).change(**weights))
     np.testing.assert_allclose(stored_row(scene, outcome.key_cache, 2).astype(np.float64), 1, rtol=1e-6)
@@ -196,10 +197,14 @@ def test_queries_are_normalised_with_their_own_weight(target, io, packed):
     bias = np.zeros((1, 1, 1, 2), io.numpy)
     bias[..., 1] = -np.inf
     call = scene.call([1] * 8).change(
-        attention_bias=bias, scale=1.0, q_norm_weight=np.arange(1, 9).astype(io.numpy), k_norm_weight=np.ones(8, io.numpy)
+        attention_bias=bias,
+        scale=1.0,
+        q_norm_weight=np.arange(1, 9).astype(io.numpy),
+        k_norm_weight=np.ones(8, io.numpy),
     )
     if packed:
-        call = call.change(query=np.concatenate([call["query"], call["key"], call["value"]], axis=1), key=None, value=None)
+        fused = np.concatenate([call["query"], call["key"], call["value"]], axis=1)
+        call = call.change(query=fused, key=None, value=None)
     outcome = target.run(call, return_lse=True)
     np.testing.assert_allclose(outcome.lse, np.repeat(np.arange(1, 9), 2).reshape(8, 2), rtol=1e-3)
 
@@ -237,8 +242,14 @@ WRONG = {
     "bias of another type": (BFLOAT16, {"attention_bias": np.ones((1, 1, 1, 4), np.float32)}, "attention_bias"),
     "scale of another type": (
         FLOAT16,
-        {"k_scale": np.ones(1, np.float16), "key_cache": np.zeros((3, 16, 1, 16), np.int8), "k_quant_type": "PER_TENSOR",
-         "v_scale": np.ones(1, np.float32), "value_cache": np.zeros((3, 16, 1, 16), np.int8), "v_quant_type": "PER_TENSOR"},
+        {
+            "k_scale": np.ones(1, np.float16),
+            "key_cache": np.zeros((3, 16, 1, 16), np.int8),
+            "k_quant_type": "PER_TENSOR",
+            "v_scale": np.ones(1, np.float32),
+            "value_cache": np.zeros((3, 16, 1, 16), np.int8),
+            "v_quant_type": "PER_TENSOR",
+        },
         "k_scale",
     ),
 }

@@ -15,16 +15,25 @@ BATCHES = {"decode": ([1, 1], [20, 3]), "prefill": ([4, 4], [20, 0]), "mixed": (
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 16, 20, 32])
 def test_query_heads_find_their_key_head(target, unit_cache, ratio, batch):
-    """Values are the number of their head, keys too, so that head i gives floor(i / ratio) and its score shows as well."""
+    """Values and keys are the number of their head, so that head i gives floor(i / ratio), and its score shows too."""
     q_lens, pasts = BATCHES[batch]
     lengths = [q + past for q, past in zip(q_lens, pasts, strict=True)]
-    scene = Scene(lengths, num_heads=4 * ratio, kv_num_heads=4, cache=unit_cache, seed=ratio,
-                  key=lambda b, pos, h: h + 1, value=lambda b, pos, h: h)
+    scene = Scene(
+        lengths,
+        num_heads=4 * ratio,
+        kv_num_heads=4,
+        cache=unit_cache,
+        seed=ratio,
+        key=lambda b, pos, h: h + 1,
+        value=lambda b, pos, h: h,
+    )
     outcome = target.check(scene.call(pasts, q_lens), return_lse=True)
     assert (outcome.output == np.arange(4 * ratio)[:, None] // ratio).all()
 
 
-@pytest.mark.parametrize(("num_heads", "kv_num_heads"), [(1, 1), (3, 3), (5, 1), (7, 7), (64, 1), (71, 1), (96, 8), (128, 2)])
+@pytest.mark.parametrize(
+    ("num_heads", "kv_num_heads"), [(1, 1), (3, 3), (5, 1), (7, 7), (64, 1), (71, 1), (96, 8), (128, 2)]
+)
 def test_head_counts(target, num_heads, kv_num_heads):
     scene = Scene([20, 5], num_heads=num_heads, kv_num_heads=kv_num_heads, seed=num_heads)
     target.check(scene.call([18, 4]), return_lse=True)

@@ -10,7 +10,6 @@ from pagedattn.dtypes import FLOAT16
 from .scene import Scene, assert_close, assert_same_bytes
 
 
-
 def splits_of(target, monkeypatch, keys):
     """Cut the work into pieces of ``keys`` keys, or leave it to the backend (None)."""
     if keys is not None:
