@@ -1,6 +1,6 @@
-"""Command line: ``python -m pagedattn info`` and ``python -m pagedattn explain``.
+"""Command line: ``python -m pagedattn info``, ``explain`` and ``warmup``.
 
-Both run anywhere: without a GPU, without CuPy.
+The first two run anywhere: without a GPU, without CuPy. The last needs NVRTC.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pagedattn.jit.disk_cache import default_directory
 from pagedattn.problem import Problem, TensorInfo
 from pagedattn.support import ROWS, Row
 from pagedattn.validate import validate
+from pagedattn.warmup import warm_up
 
 Lines = list[tuple[str, str]]
 PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers", "onnx", "platformdirs", "nvidia-ml-py")
@@ -39,18 +40,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"pagedattn {pagedattn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, devices, compiler, caches, and which backends can run")
-    _add_explain(commands.add_parser("explain", help="which backend serves a call, and why not each other one"))
+    _add_problem(commands.add_parser("explain", help="which backend serves a call, and why not each other one"))
+    _add_problem(commands.add_parser("warmup", help="compile the kernels of a call into the cache, GPU or not"))
     given = parser.parse_args(arguments)
     if given.command == "info":
         print(info())
         return 0
     try:
         problem, choice = explain(given)
+        print(f"problem: {_shown(problem)}\n{choice}")
+        if given.command == "warmup":
+            count = warm_up([problem], _arch_number(given.arch), choice.row.name, progress=_show_progress)
+            print(f"{count} kernels are in the cache for {given.arch}")
     except PagedAttentionError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"problem: {_shown(problem)}\n{choice}")
     return 0
+
+
+def _show_progress(ready: int, total: int) -> None:
+    width = 40
+    filled = width * ready // total
+    end = "\n" if ready == total else ""
+    print(f"\rcompiling [{'#' * filled}{'.' * (width - filled)}] {ready}/{total}", end=end, file=sys.stderr, flush=True)
 
 
 # ---- info --------------------------------------------------------------------------------------------------------
@@ -167,7 +179,7 @@ def _runs(row: Row, devices: dict[int, tuple[int, int]]) -> str:
 # ---- explain -----------------------------------------------------------------------------------------------------
 
 
-def _add_explain(parser: argparse.ArgumentParser) -> None:
+def _add_problem(parser: argparse.ArgumentParser) -> None:
     def size(name: str, default: int | None = None, text: str = "", *, required: bool = False) -> None:
         parser.add_argument(name, type=int, metavar="N", default=default, required=required, help=text)
 
@@ -212,7 +224,7 @@ def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
 
     def tensor(shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorInfo:
         strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-        pointers.append(pointers[-1] + 1)  # no two tensors share memory
+        pointers.append(pointers[-1] + 256)  # no two tensors share memory
         return TensorInfo(shape, dtype, device, strides, pointers[-1], writeable=True)
 
     pointers = [0]

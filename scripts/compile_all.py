@@ -24,14 +24,13 @@ from typing import Any
 import pagedattn.kernels
 from pagedattn.errors import CompileError
 from pagedattn.jit import cuda
-from pagedattn.jit.compiler import Compiler, default_compiler
+from pagedattn.jit.compiler import MAX_SHARED_BYTES, Compiler, default_compiler
 from pagedattn.jit.cubin import Resources, read_resources
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
-# Architecture, and the KiB of shared memory that a CTA may have there.
-ARCHS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 MAX_FAILURES_SHOWN = 3  # one mistake in a header fails every kernel in the same way
 BUDGET = ROOT / "tests" / "compile" / "budget.json"
 
@@ -48,7 +47,7 @@ def jobs_of(stem: str, module: Any, arch: str) -> Iterator[tuple[Kernel[Any], Sp
     kernel: Kernel[Any] = module.KERNEL
     if kernel.archs is None or arch in kernel.archs:
         for spec in module.smoke_specs():
-            if kernel.shared_bytes(spec) <= ARCHS[arch] * 1024:
+            if kernel.shared_bytes(spec) <= MAX_SHARED_BYTES[int(arch[3:].rstrip("a"))]:
                 yield kernel, spec, arch
 
 

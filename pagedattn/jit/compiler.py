@@ -36,6 +36,17 @@ OPTIONS = (
     # the source says so. So neither --use_fast_math nor -ftz=true.
 )
 
+# Dynamic shared memory that a CTA may have, by compute capability.
+MAX_SHARED_BYTES = {
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}
+
 # wgmma and setmaxnreg exist only in the variant for one chip; its code runs on no other.
 _VARIANTS = {90: "sm_90a"}
 MIN_CAPABILITY = 80

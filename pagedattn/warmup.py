@@ -1,0 +1,94 @@
+"""Compiling what a problem needs before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib import import_module
+from typing import Any
+
+from pagedattn.dispatch import select
+from pagedattn.jit.compiler import MAX_SHARED_BYTES, arch_of, default_compiler
+from pagedattn.jit.cuda import nvrtc
+from pagedattn.jit.kernel import Kernel
+from pagedattn.jit.spec import Spec
+from pagedattn.problem import Problem
+
+Compilation = tuple[Kernel[Any], Spec]
+
+
+class _Recorder:
+    """An executor that notes what is loaded and runs nothing."""
+
+    multiprocessors = 132  # decides how work is split, and no Spec
+
+    def __init__(self, arch: str, capability: int) -> None:
+        self.arch, self.max_shared_bytes = arch, MAX_SHARED_BYTES[capability]
+        self.loaded: list[Compilation] = []
+
+    def load(self, kernel: Kernel[Any], spec: Spec) -> None:
+        self.loaded.append((kernel, spec))
+
+    def launch(self, function: None, grid: tuple[int, int, int], block: int, shared_bytes: int, params: bytes) -> None:
+        raise AssertionError("planning launches nothing")
+
+
+def kernels_of(problem: Problem, capability: int, backend: str | None = None) -> list[Compilation]:
+    """Kernels that a problem needs, as they would be compiled for a compute capability.
+
+    Parameters
+    ----------
+    problem : Problem
+    capability : int
+        80 for 8.0.
+    backend : str, optional
+        Force one.
+    """
+    recorder = _Recorder(arch_of(divmod(capability, 10), nvrtc().archs), capability)
+    choice = select(problem, capability, backend)
+    if choice.row.min_arch:
+        import_module(choice.row.module).plan(problem, recorder)
+    return recorder.loaded
+
+
+def warm_up(
+    problems: Iterable[Problem],
+    capability: int,
+    backend: str | None = None,
+    jobs: int = 4,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Compile every kernel of some problems into the cache on disk; needs NVRTC and no GPU.
+
+    Parameters
+    ----------
+    problems : iterable of Problem
+        `PagedAttention.problem_of` makes one from a call's inputs.
+    capability : int
+        Compute capability of the device, 90 for 9.0.
+    backend : str, optional
+        Force one.
+    jobs : int
+        Compilations at a time.
+    progress : callable, optional
+        Called with the number of kernels that are ready and of all.
+
+    Returns
+    -------
+    int
+        Number of kernels.
+
+    Raises
+    ------
+    MissingDependencyError, CompileError, UnsupportedError
+    """
+    wanted = list(dict.fromkeys(item for problem in problems for item in kernels_of(problem, capability, backend)))
+    arch = arch_of(divmod(capability, 10), nvrtc().archs)
+    compiler = default_compiler()
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        running = [pool.submit(compiler.compile, kernel, spec, arch) for kernel, spec in wanted]
+        for ready, done in enumerate(as_completed(running), start=1):
+            done.result()
+            if progress is not None:
+                progress(ready, len(wanted))
+    return len(wanted)
