@@ -82,12 +82,11 @@ def test_a_quantized_cache_costs_what_its_rounding_costs(name, dtype, quant_type
     assert error <= 6 * max(report.relative_error for report in reports)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", ["int8", "float8e4m3fn"])
-def test_quantized_caches_on_the_gpu(gpu, name, dtype):
-    place = Place("cuda", "bfloat16")
+def test_half_precision_with_a_quantized_cache(half, name, dtype):
     quantization, _ = quantize(name, dtype, "PER_CHANNEL")
-    run = PagedRun(name, place, quantization)
+    run = PagedRun(name, half, quantization)
     got = run.run(chunked_prompts(run.family.prompts))
-    naive = rounded_reference(name, quantization, place)
-    assert excess(got, naive, rounded_weights_logits(name, place, quantization)) <= 1
+    naive = rounded_reference(name, quantization, half)
+    assert excess(got, naive, rounded_weights_logits(name, half, quantization)) <= 1
