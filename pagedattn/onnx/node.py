@@ -194,7 +194,7 @@ def _check_outputs(outputs: Collection[str], values: Mapping[str, Any]) -> None:
 def _complete(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Tensors with every open type and dimension filled in, so that they can be validated like a call's."""
     dtypes = _complete_types(inputs, values)
-    sizes = _known_sizes(inputs)
+    sizes = _known_sizes(inputs, values)
     sizes.update(num_heads=values["num_heads"], kv_num_heads=values["kv_num_heads"])
     packed = values["kv_cache_layout"] == "SEPARATE" and "key" not in inputs and "value" not in inputs
     heads = sizes["num_heads"] + (2 * sizes["kv_num_heads"] if packed else 0)
@@ -219,7 +219,7 @@ def _complete(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) ->
     for number, row in enumerate(contract.INPUTS):
         if row.name not in inputs:
             continue
-        dimensions = _scale_dimensions(row.name, values) if row.type == "T_KV_SCALE" else row.shape
+        dimensions = _dimensions(row, values)
         shape = inputs[row.name].shape
         known = shape if shape is not None else (None,) * len(dimensions)
         filled = []
@@ -246,22 +246,24 @@ def _complete_types(inputs: Mapping[str, PartialTensor], values: Mapping[str, An
     return types
 
 
-def _known_sizes(inputs: Mapping[str, PartialTensor]) -> dict[str, int]:
+def _known_sizes(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for row in contract.INPUTS:
-        shape = inputs[row.name].shape if row.name in inputs else None
-        if shape is None or len(shape) != len(row.shape):
+        shape, dimensions = inputs[row.name].shape if row.name in inputs else None, _dimensions(row, values)
+        if shape is None or len(shape) != len(dimensions):
             continue
-        for dimension, extent in zip(row.shape, shape, strict=True):
+        for dimension, extent in zip(dimensions, shape, strict=True):
             name, _, plus = dimension.partition("+")
             if extent is not None and "|" not in dimension:
                 sizes.setdefault(name, extent - int(plus or 0))
     return sizes
 
 
-def _scale_dimensions(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
-    per_channel = values[{"k_scale": "k_quant_type", "v_scale": "v_quant_type"}[name]] == "PER_CHANNEL"
-    return ("kv_num_heads", "1", "head_size") if per_channel else ("1",)
+def _dimensions(row: contract.Input, values: Mapping[str, Any]) -> tuple[str, ...]:
+    kind = {"k_scale": "k_quant_type", "v_scale": "v_quant_type"}.get(row.name)
+    if kind is None:
+        return row.shape
+    return ("kv_num_heads", "1", "head_size") if values[kind] == "PER_CHANNEL" else ("1",)
 
 
 def _described(shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> TensorInfo:
