@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pagedattn.arrays import CupyAdapter, NumpyAdapter
 from pagedattn.dtypes import FLOAT32, DType
 from pagedattn.support import Feature, No
 
 from .scene import CACHES, IO, UNIT_CACHES, CacheKind
-from .targets import Target, gpu_count, targets_for
+from .targets import Target, bits, gpu_count, targets_for
 
 HERE = Path(__file__).parent
 
@@ -52,6 +53,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=pointless)
         dropped = set(pointless)
         items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.fixture(autouse=True)
+def _results_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the operator allocates for a result holds NaN, so that whatever a kernel leaves out shows."""
+    for adapter in (NumpyAdapter, CupyAdapter):
+
+        def empty(self, shape, dtype, like, make=adapter.empty):
+            array = make(self, shape, dtype, like)
+            array.view(bits(dtype.numpy)).fill(2 ** (8 * dtype.numpy.itemsize) - 1)
+            return array
+
+        monkeypatch.setattr(adapter, "empty", empty)
 
 
 @pytest.fixture(params=IO.values(), ids=str)

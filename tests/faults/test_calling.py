@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import pagedattn
+from pagedattn import runtime as runtimes
 from pagedattn.arrays import NUMPY
 from pagedattn.dtypes import FLOAT16
 from pagedattn.validate import validate
@@ -150,6 +153,49 @@ def test_bounds_on_the_device_are_refused():
     infos = {n: NUMPY.describe(x)._replace(device="cuda:0") for n, x in call.arrays.items()}
     with pytest.raises(pagedattn.InvalidArgumentError, match=r"^attention_metadata: expected an array on cpu"):
         validate(infos, call.attributes)
+
+
+class FakeDevice:
+    """A device of a CuPy that only notes which one is current."""
+
+    current = 0
+    compute_capability = "90"
+
+    def __init__(self, device_id):
+        self.id, self.before = device_id, []
+
+    def __enter__(self):
+        self.before.append(FakeDevice.current)
+        FakeDevice.current = self.id
+
+    def __exit__(self, *error):
+        FakeDevice.current = self.before.pop()
+
+
+def test_the_device_of_the_arrays_is_current_while_they_are_used(monkeypatch):
+    """Whichever device the caller has, before and after; an error restores it as well."""
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(
+            Device=FakeDevice,
+            runtime=SimpleNamespace(getDevice=lambda: FakeDevice.current),
+            get_current_stream=lambda: None,
+        )
+    )
+    monkeypatch.setattr(runtimes.cuda, "require_device", lambda: None)
+    monkeypatch.setattr(runtimes.cuda, "cupy", lambda: fake)
+    monkeypatch.setattr(runtimes, "cuda_executor", lambda device_id: None)
+    first, second = runtimes.CudaRuntime(0), runtimes.CudaRuntime(1)
+    assert first.arch == 90
+    for _ in range(3):
+        with second.active():
+            assert FakeDevice.current == 1
+            with first.active():
+                assert FakeDevice.current == 0
+            assert FakeDevice.current == 1
+        assert FakeDevice.current == 0
+        with pytest.raises(KeyError), second.active():
+            raise KeyError
+        assert FakeDevice.current == 0
 
 
 # ---- compiling

@@ -336,6 +336,7 @@ def test_work_is_issued_to_the_callers_stream(gpu, cupy, which):
 
 def test_inputs_by_dlpack_from_another_stream_are_waited_for(gpu, cupy):
     """DLPack orders the producer's stream before the consumer's."""
+    producer = cupy.cuda.Stream(non_blocking=True)
 
     class Foreign:
         """An array of some other library, filled on a stream of its own."""
@@ -344,7 +345,8 @@ def test_inputs_by_dlpack_from_another_stream_are_waited_for(gpu, cupy):
             self.array = array
 
         def __dlpack__(self, **kwargs):
-            return self.array.__dlpack__(**kwargs)
+            with producer:
+                return self.array.__dlpack__(**kwargs)
 
         def __dlpack_device__(self):
             return self.array.__dlpack_device__()
@@ -353,7 +355,6 @@ def test_inputs_by_dlpack_from_another_stream_are_waited_for(gpu, cupy):
     call = scene.call([299, 39])
     want = eager(gpu, call)
     step = OnDevice(gpu, call)
-    producer = cupy.cuda.Stream(non_blocking=True)
     spin = cupy.RawKernel(SPIN, "spin")
     good = gpu.place(call["query"])
     for _ in range(10):
@@ -362,15 +363,29 @@ def test_inputs_by_dlpack_from_another_stream_are_waited_for(gpu, cupy):
         with producer:
             spin((1,), (1,), (np.int64(30_000_000),))
             query[...] = good
-            foreign = Foreign(query)
-            handed = foreign.__dlpack__  # exported while the producer's stream is current
-            foreign.__dlpack__ = lambda handed=handed, **kwargs: handed(**kwargs)
-        with producer:
-            pass
-        producer_done = producer.record()
-        step.stream.wait_event(producer_done)
         with step.stream:
-            step.operator(**{**step.arrays, "query": foreign}, out=step.out)
+            step.operator(**{**step.arrays, "query": Foreign(query)}, out=step.out)
+        assert_same_bytes(step.read(), want)
+
+
+def test_storing_comes_before_reading_beside_a_busy_stream(gpu, cupy):
+    """A long prefill into NaN, again and again, while another stream keeps the device busy."""
+    scene = Scene([1500], num_heads=32, head_size=64)
+    call = scene.call([1000])
+    want = eager(gpu, call)
+    step = OnDevice(gpu, call)
+    busy = cupy.cuda.Stream(non_blocking=True)
+    with busy:
+        matrix = cupy.ones((2048, 2048), np.float32)
+    poison = {name: gpu.upload(call[name]) for name in ("key_cache", "value_cache")}
+    cupy.cuda.Device().synchronize()
+    for _ in range(100):
+        with busy:
+            matrix @ matrix
+        with step.stream:
+            for name, x in poison.items():
+                step.raw[name][...] = x
+        step.run()
         assert_same_bytes(step.read(), want)
 
 
@@ -395,16 +410,6 @@ def test_arrays_on_another_device_than_the_current_one(gpu, cupy):
         arrays["query"] = gpu.place(call["query"])
     with pytest.raises(pagedattn.InvalidArgumentError, match="an array on cuda:"):
         operator(**arrays)
-
-
-def test_the_current_device_is_restored(gpu, cupy, monkeypatch):
-    """On one GPU: whatever the operator sets, it sets back."""
-    call = Scene([40], num_heads=4, kv_num_heads=2, head_size=64).call([39])
-    step = OnDevice(gpu, call)
-    step.run()
-    before = cupy.cuda.runtime.getDevice()
-    step.run()
-    assert cupy.cuda.runtime.getDevice() == before
 
 
 def test_latent_and_separate_operators_on_one_stream(cupy):
