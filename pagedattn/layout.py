@@ -29,7 +29,7 @@ def cumulative_lengths(lengths: Any) -> Any:
     """
     xp, (lengths,) = _arrays(lengths)
     result = xp.zeros(lengths.size + 1, xp.int32)
-    xp.cumsum(lengths, out=result[1:])
+    result[1:] = xp.cumsum(lengths)
     return result
 
 
@@ -130,8 +130,9 @@ def block_table_from_indices(
     width = max(longest, 1) if max_blocks is None else max_blocks
     if width < longest:
         raise InvalidArgumentError(f"max_blocks: expected at least {longest}, the longest list, got {max_blocks}.")
-    table = xp.full((blocks.size, width), -1, xp.int32)
-    table[xp.arange(width) < blocks[:, None]] = indices[int(indptr[0]) : int(indptr[-1])]
+    entry = xp.arange(width)
+    where = xp.where(entry < blocks[:, None], indptr[:-1, None] + entry, indices.size)
+    table = xp.append(indices, xp.asarray([-1]))[where].astype(xp.int32)  # the entry after the last says: none
     lengths = xp.where(blocks > 0, (blocks - 1) * block_size + last, 0)
     return table, lengths.astype(xp.int32)
 

@@ -42,3 +42,13 @@ def gpu(request):
 
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def half(request):
+    """Where to run in bfloat16; with PAGEDATTN_EMULATE=1 the CPU runs the kernels' sources."""
+    if request.param == "cuda":
+        request.getfixturevalue("gpu")
+    from .driver import Place
+
+    return Place(request.param, "bfloat16")

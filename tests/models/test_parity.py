@@ -5,7 +5,6 @@ import torch
 
 from .driver import (
     PagedRun,
-    Place,
     cache_rows,
     chunked_prompts,
     difference,
@@ -47,14 +46,6 @@ def test_cache_contents(name):
                 if want_rows is not None:
                     near = TOLERANCE * float(want_rows.abs().max())
                     torch.testing.assert_close(got_rows, want_rows, rtol=0, atol=near)
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def half(request):
-    """Where to run in bfloat16."""
-    if request.param == "cuda":
-        request.getfixturevalue("gpu")
-    return Place(request.param, "bfloat16")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
