@@ -78,7 +78,8 @@ def absorb(kv_b_proj: Any, *, num_heads: int, qk_nope_head_dim: int, v_head_dim:
     Parameters
     ----------
     kv_b_proj : (num_heads * (qk_nope_head_dim + v_head_dim), R)
-        NumPy, CuPy or torch, of a type that the library multiplies; in the order of ``torch.nn.Linear.weight``, keys before values within a head.
+        NumPy, CuPy or torch, of a type that the library multiplies; in the order of ``torch.nn.Linear.weight``, keys
+        before values within a head.
     num_heads, qk_nope_head_dim, v_head_dim : int
 
     References
