@@ -253,8 +253,8 @@ def _known_sizes(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any])
         if shape is None or len(shape) != len(dimensions):
             continue
         for dimension, extent in zip(dimensions, shape, strict=True):
-            name, _, plus = dimension.partition("+")
-            if extent is not None and "|" not in dimension:
+            name, _, plus = dimension.removesuffix("|1").partition("+")
+            if extent is not None and not (extent == 1 and dimension.endswith("|1")):
                 sizes.setdefault(name, extent - int(plus or 0))
     return sizes
 
