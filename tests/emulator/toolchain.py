@@ -35,7 +35,7 @@ MODES = {
     "debug": ("-O0", "-g", "-gdwarf-4"),
     # Calls __tsan_read4 and the like, which are the runtime's own: libtsan takes no part.
     "races": ("-O2", "-g1", "-gdwarf-4", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
-    "sanitize": ("-O1", "-g1", "-gdwarf-4", "-fsanitize=address,undefined", "-fsanitize-recover=all", "-fno-sanitize=vptr"),
+    "sanitize": ("-O1", "-g1", "-gdwarf-4", "-fsanitize=address,undefined", "-fsanitize-recover=all", "-fno-sanitize=vptr,null,pointer-overflow"),
 }
 
 
