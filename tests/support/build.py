@@ -1,7 +1,8 @@
 """Arrays of a `Case`: seeded, scattered over the pool, and surrounded by what must not be touched.
 
 * Blocks are shuffled; table entries that no position needs are huge.
-* Every cache row that no token may see, and every new row before it is written, is poison: NaN, or the largest code.
+* Every cache row that no token may see (outside of all sequences, below every window), and every new row before it is
+  written, is poison: NaN, or the largest code.
 * Each input is a slice of a larger array full of poison, so that a step beyond its edge shows.
 
 Everything is NumPy; `Built.convert` hands the same slices to another array library.
@@ -233,7 +234,7 @@ class _Builder:
 
     def slots(self, table: Array) -> tuple[Array, Array, Array]:
         """Slots in reach of any token, slots that this call writes, and slot_mapping."""
-        case = self.case
+        case, positions = self.case, self.positions()
         seen: list[int] = []
         slots = np.full(case.token_count, -1)
         t = 0
@@ -243,7 +244,8 @@ class _Builder:
                 block = int(table[b, p // case.block_size])
                 inside = 0 <= block < self.num_blocks
                 own.append(block * case.block_size + p % case.block_size if inside else -1)
-            seen += [slot for slot in own if slot >= 0]
+            first = max(0, int(positions[t : t + new].min(initial=past)) - case.window + 1) if case.window > 0 else 0
+            seen += [slot for slot in own[first:] if slot >= 0]
             slots[t : t + new] = own[past:]
             t += new
         if case.slots == "holes":

@@ -262,12 +262,13 @@ class TestChoice:
         built = build(Case())
         before = built["key_cache"].tobytes()
         with pytest.raises(UnsupportedError):
-            built.run(paged_attention)
+            PagedAttention(**built.attributes)(**built.inputs)
         assert built["key_cache"].tobytes() == before
 
     def test_a_call_reports_why_others_were_passed_over(self, capsys, monkeypatch):
         monkeypatch.setenv("PAGEDATTN_DEBUG_INFO", "1")
-        build(Case()).run(paged_attention)
+        built = build(Case())
+        PagedAttention(**built.attributes)(**built.inputs)
         assert capsys.readouterr().err == (
             "Operator=PagedAttention DataType=float16 CacheType=float16 SdpaKernel=NUMPY_REFERENCE Backend=numpy "
             "first=0(needs arrays on a CUDA device) second=0(needs arrays on a CUDA device)\n"

@@ -82,3 +82,31 @@ def test_each_type_is_as_near_to_float64_as_it_can_be(case):
     assert got.key_cache_out is not None
     assert np.shares_memory(got.key_cache_out, called["key_cache"])
     verify(built, got)
+
+
+@pytest.mark.parametrize("window", [-1, 4])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_a_token_does_not_see_cannot_reach_it(bad, window):
+    """A weight of 0 times NaN is NaN, unless it is left out."""
+    case = Case(lengths=((9, 12), (0, 3)), window=window, sink=True)
+    want = build(case).run(paged_attention)
+    built = build(case)
+    for name in ("key", "value"):
+        built[name][3] = bad
+    got = built.run(paged_attention)
+    reached = np.zeros(15, bool)
+    reached[3 : 7 if window > 0 else 12] = True
+    assert np.array_equal(bits(got.output[~reached]), bits(want.output[~reached]))
+    assert np.array_equal(bits(got.lse[~reached]), bits(want.lse[~reached]))
+    assert not np.isfinite(got.output[reached]).any(axis=1).all()
+
+
+def test_a_value_that_is_not_finite_stays_in_its_channel():
+    case = Case(lengths=((9, 6),), kv_num_heads=2, group_size=3)
+    want = build(case).run(paged_attention).output
+    built = build(case)
+    built["value"][2, 64 + 5] = np.inf
+    got = built.run(paged_attention).output.reshape(6, 6, 64)
+    assert (got[2:, 3:, 5] == np.inf).all()
+    got[2:, 3:, 5] = want.reshape(6, 6, 64)[2:, 3:, 5]
+    assert np.array_equal(bits(got), bits(want.reshape(6, 6, 64)))
