@@ -43,9 +43,8 @@ __device__ __forceinline__ KeyRange keys_of_plan(const CombineParams& p, const S
 
 template <CombineSpec S>
 __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __grid_constant__ CombineParams p) {
-  static_assert(S.v_head_size % 2 == 0, "channels are stored in pairs");
   using Io = element_t<S.io>;
-  constexpr int kPairs = ceil_div(S.v_head_size / 2, kWarpSize);  // of channels in a lane
+  constexpr int kPairs = ceil_div(ceil_div(S.v_head_size, 2), kWarpSize);  // of channels in a lane
   const int head_tiles = ceil_div(p.out.num_heads, kWarps);
   const int token = static_cast<int>(blockIdx.x / head_tiles);
   const int head = static_cast<int>(blockIdx.x % head_tiles) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
@@ -70,7 +69,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
       const float weight = __shfl_sync(kFullWarp, own_weight, i);
       merged.row_sum += weight;
       const float2* g_acc =
-          reinterpret_cast<const float2*>(p.partials.acc + partial_row(p.partials, token, first + i, p.out.num_heads, head) * S.v_head_size);
+          reinterpret_cast<const float2*>(p.partials.acc + partial_row(p.partials, token, first + i, p.out.num_heads, head) * partial_width(S.v_head_size));
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
         const int pair = lane + j * kWarpSize;
@@ -87,7 +86,8 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
     const int pair = lane + j * kWarpSize;
-    if (2 * pair < S.v_head_size) store_2(g_row + 2 * pair, acc[j].x * result.factor, acc[j].y * result.factor);
+    if (2 * pair >= S.v_head_size) continue;
+    store_2(g_row, 2 * pair, S.v_head_size, acc[j].x * result.factor, acc[j].y * result.factor);
   }
   if (lane == 0) store_lse(p.out, token, head, result.lse);
 }

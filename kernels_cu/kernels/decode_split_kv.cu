@@ -106,7 +106,7 @@ template <DecodeSpec S> __device__ __forceinline__ void write_empty_rows(const D
   for (int i = threadIdx.x; i < rows * S.head_size / 2; i += D::kThreads) {
     const int row = i / (S.head_size / 2);
     const int channel = i % (S.head_size / 2) * 2;
-    store_2(output_row<typename D::Io>(p.out, token, first_head + row, S.head_size) + channel, 0.0f, 0.0f);
+    store_2(output_row<typename D::Io>(p.out, token, first_head + row, S.head_size), channel, S.head_size, 0.0f, 0.0f);
     if (channel == 0) store_lse(p.out, token, first_head + row, negative_infinity());
   }
 }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void merge_and_write(const DecodeParams& p, float (&a
     first *= result.factor * scale_of(p.value_cache, kv_head, channel);
     second *= result.factor * scale_of(p.value_cache, kv_head, channel + 1);
     if (is_final) {
-      store_2(output_row<typename D::Io>(p.out, token, head, S.head_size) + channel, first, second);
+      store_2(output_row<typename D::Io>(p.out, token, head, S.head_size), channel, S.head_size, first, second);
       if (channel == 0) store_lse(p.out, token, head, result.lse);
     } else {
       const int64_t at = partial_row(p.partials, token, split, p.out.num_heads, head);

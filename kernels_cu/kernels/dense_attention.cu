@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) dense_attention(c
     results[half] = finalize(rows.state[half], sink_of<Io>(p.out.head_sink, head));
     Io* g_row = output_row<Io>(p.out, token, head, W.v_head_size);
     for_values_of_row(rows, half, results[half].factor, value_cache, kv_head,
-                      [&](int channel, float first, float second) { store_2(g_row + channel, first, second); });
+                      [&](int channel, float first, float second) { store_2(g_row, channel, W.v_head_size, first, second); });
     if (D::column() == 0 && threadIdx.x % 4 == 0) store_lse(p.out, token, head, results[half].lse);
   }
 

@@ -82,12 +82,12 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) latent_decode(con
       const SoftmaxResult result = finalize(rows.state[half], sink_of<Io>(p.out.head_sink, head));
       Io* g_row = output_row<Io>(p.out, token, head, W.v_head_size);
       for_values_of_row(rows, half, result.factor, p.key_cache, 0,
-                        [&](int channel, float first, float second) { store_2(g_row + channel, first, second); });
+                        [&](int channel, float first, float second) { store_2(g_row, channel, W.v_head_size, first, second); });
       if (writes_lse) store_lse(p.out, token, head, result.lse);
     } else {
       const int64_t at = partial_row(p.partials, token, split, p.out.num_heads, head);
       const SoftmaxResult result = finalize(rows.state[half], negative_infinity());
-      float* g_row = p.partials.acc + at * W.v_head_size;
+      float* g_row = p.partials.acc + at * partial_width(W.v_head_size);
       for_values_of_row(rows, half, result.factor, p.key_cache, 0, [&](int channel, float first, float second) {
         *reinterpret_cast<float2*>(g_row + channel) = {first, second};
       });

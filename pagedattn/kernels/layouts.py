@@ -85,7 +85,7 @@ def round_up(a: int, b: int) -> int:
 
 PARTIALS = params(
     "Partials",
-    acc=ptr,  # float32 [token_count, split_count, num_heads, v_head_size]
+    acc=ptr,  # float32 [token_count, split_count, num_heads, v_head_size rounded up to even]
     lse=ptr,  # float32 [token_count, split_count, num_heads], base 2
     split_size=i32,  # keys; a multiple of KEY_ALIGNMENT
     split_count=i32,
@@ -102,7 +102,7 @@ def partial_bytes(token_count: int, split_count: int, num_heads: int, v_head_siz
     if split_count <= 1:
         return 0, 0
     rows = token_count * split_count * num_heads
-    return 4 * rows * v_head_size, 4 * rows
+    return 4 * rows * round_up(v_head_size, 2), 4 * rows
 
 
 def split_count(kv_len_bound: int, split_size: int) -> int:

@@ -171,7 +171,7 @@ class Scene:
             return rng.standard_normal(shape).astype(self.io.numpy)
         if callable(fill):
             fill = fill(b, np.arange(n)[:, None, None], np.arange(heads)[:, None])
-        return np.broadcast_to(np.asarray(fill), shape).astype(self.io.numpy)
+        return np.broadcast_to(np.asarray(fill), shape).astype(self.io.numpy, order="C")
 
     def slots(self, b: int, positions: Array) -> Array:
         """Slots of positions of a sequence."""
@@ -358,11 +358,14 @@ def assert_close(got: Array, want: Array, io: DType, roundings: float = 2) -> No
 
 
 def assert_same_bytes(got: Array, want: Array) -> None:
-    """Compare bit for bit; NaN equals itself."""
+    """Compare bit for bit; any NaN equals any other, since a conversion may change which one it is."""
     assert got.shape == want.shape
     assert got.dtype == want.dtype
     bits = np.dtype(f"u{got.dtype.itemsize}")
-    different = np.argwhere(np.ascontiguousarray(got).view(bits) != np.ascontiguousarray(want).view(bits))
+    unequal = np.ascontiguousarray(got).view(bits) != np.ascontiguousarray(want).view(bits)
+    if got.dtype.kind not in "iub":
+        unequal &= ~(np.isnan(got.astype(np.float32)) & np.isnan(want.astype(np.float32)))
+    different = np.argwhere(unequal)
     assert not different.size, (
         f"{len(different)} elements differ, first at {tuple(different[0])}: got {got[tuple(different[0])]}, "
         f"want {want[tuple(different[0])]}"

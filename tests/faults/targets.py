@@ -121,7 +121,9 @@ class Target:
     def why_not(self, call: Call, **options: Any) -> str | None:
         """Reason by which the support table says that the backend does not serve a call."""
         infos = {
-            name: NUMPY.describe(x)._replace(device="cpu" if name == "attention_metadata" else self.device)
+            name: NUMPY.describe(np.ascontiguousarray(x))._replace(
+                device="cpu" if name == "attention_metadata" else self.device
+            )
             for name, x in call.arrays.items()
         }
         metadata = call.arrays.get("attention_metadata")

@@ -78,9 +78,9 @@ def test_a_step_of_many_layers_and_two_graphs_alive(cupy):
     for step in range(5):
         for layer in layers + again:
             layer.prepare([3 + step, 60 + step, 300], step)
+        live = 2 if step % 2 else 3
         got = [host(x) for x in (second() if step % 2 else first())]
-        want = [host(layer.step()) for layer in again]
-        assert got == want[: len(got)]
+        assert got == [host(layer.step()) for layer in again[:live]]
 
 
 def test_buckets_answer_padding_with_zeros(cupy):

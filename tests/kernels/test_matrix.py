@@ -15,6 +15,7 @@ import pytest
 import pagedattn
 from pagedattn import PagedAttentionResult, support
 from pagedattn.arrays import NUMPY
+from pagedattn.backends import flash_prefill
 from pagedattn.dtypes import BY_NAME
 from pagedattn.validate import validate
 from tests.faults.targets import Target, all_targets
@@ -61,6 +62,16 @@ def reason_against(target: Target, built: Built) -> str | None:
 @pytest.mark.parametrize(("target", "case"), parameters())
 def test_backend_is_right_or_refuses(target: Target, case: Case) -> None:
     check_backend(target, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not any(t.on_gpu and t.arch == 90 for t in TARGETS), reason="needs a Hopper GPU, which has two kernels"
+)
+@pytest.mark.parametrize("case", [case for case in SMOKE + CORNER + grid() if case.io != "float32"], ids=str)
+def test_flash_without_hopper_is_right_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_prefill, "FORCE_SM80", True)
+    check_backend(next(t for t in TARGETS if t.on_gpu and t.backend == "flash"), case)
 
 
 def check_backend(target: Target, case: Case) -> None:

@@ -20,13 +20,15 @@ __device__ __forceinline__ void store_lse(const Output& out, int token, int head
   if (out.lse != nullptr) out.lse[static_cast<int64_t>(token) * out.num_heads + head] = lse;
 }
 
-// Two neighbouring channels, the first one even; one 4-byte store where the row allows.
-template <class T> __device__ __forceinline__ void store_2(T* g_target, float first, float second) {
+// Two neighbouring channels of a row of `channels`, the first one even; one 4-byte store where the row allows. A row of odd
+// width has no second one at its end.
+template <class T> __device__ __forceinline__ void store_2(T* g_row, int channel, int channels, float first, float second) {
   const uint32_t both = ptx::pack_2<T>(first, second);
-  if (is_aligned(g_target, 4)) {
+  T* g_target = g_row + channel;
+  if (channel + 1 < channels && is_aligned(g_target, 4)) {
     *reinterpret_cast<uint32_t*>(g_target) = both;
   } else {
     g_target[0] = element_from_bits<T>(both);
-    g_target[1] = element_from_bits<T>(both >> 16);
+    if (channel + 1 < channels) g_target[1] = element_from_bits<T>(both >> 16);
   }
 }

@@ -92,11 +92,12 @@ __device__ __forceinline__ RowRules<Io> rules_of_row(const RowTile& tile, int ro
 // Rows of tokens that attend nothing: output 0, lse -infinity.
 template <class Io, int kThreads>
 __device__ __forceinline__ void write_empty_tile(const Output& out, const RowTile& tile, int first_head, int v_head_size) {
-  for (int i = threadIdx.x; i < tile.rows * (v_head_size / 2); i += kThreads) {
-    const int row = i / (v_head_size / 2);
-    const int channel = i % (v_head_size / 2) * 2;
+  const int pairs = ceil_div(v_head_size, 2);
+  for (int i = threadIdx.x; i < tile.rows * pairs; i += kThreads) {
+    const int row = i / pairs;
+    const int channel = i % pairs * 2;
     const int head = first_head + tile.head_in_group(row);
-    store_2(output_row<Io>(out, tile.token(row), head, v_head_size) + channel, 0.0f, 0.0f);
+    store_2(output_row<Io>(out, tile.token(row), head, v_head_size), channel, v_head_size, 0.0f, 0.0f);
     if (channel == 0) store_lse(out, tile.token(row), head, negative_infinity());
   }
 }

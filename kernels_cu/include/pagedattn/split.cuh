@@ -10,13 +10,16 @@
 constexpr int kKeyAlignment = 16;
 
 struct Partials {
-  float* acc;   // [token_count, split_count, num_heads, v_head_size], normalized
+  float* acc;   // [token_count, split_count, num_heads, partial_width(v_head_size)], normalized
   float* lse;   // [token_count, split_count, num_heads], base 2
   int split_size;   // keys; a multiple of kKeyAlignment
   int split_count;  // splits that the launch has room for
   int tile_rows;    // rows that share a plan (row_tiles.cuh); 0: each token has its own
   int group_size;   // query heads of a kv head
 };
+
+// Channels are stored in pairs, so a row of odd width has one to spare.
+__host__ __device__ constexpr int partial_width(int v_head_size) { return round_up(v_head_size, 2); }
 
 struct SplitPlan {
   int first;  // key where split 0 starts
