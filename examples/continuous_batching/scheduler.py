@@ -38,7 +38,7 @@ class Scheduler:
     max_length : int
         Longest sequence the model takes.
     max_batch_tokens : int
-        Most tokens in one step; at least ``max_running``.
+        Most tokens in one step.
     chunk_size : int
         Most tokens of one sequence in one step.
     max_running : int
@@ -50,11 +50,9 @@ class Scheduler:
     def __init__(self, pool: BlockPool, block_size: int, *, max_length: int, max_batch_tokens: int = 128,
                  chunk_size: int = 32, max_running: int = 16, window: int | None = None,
                  prefix_caching: bool = True) -> None:
-        if not 0 < max_running <= max_batch_tokens:
-            raise ValueError(f"max_batch_tokens ({max_batch_tokens}) must give each of max_running ({max_running}) "
-                             "sequences a token.")
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+        if min(max_batch_tokens, chunk_size, max_running) < 1:
+            raise ValueError(f"max_batch_tokens ({max_batch_tokens}), chunk_size ({chunk_size}) and max_running "
+                             f"({max_running}) must be at least 1.")
         self.pool = pool
         self.block_size = block_size
         self.max_length = max_length
@@ -101,21 +99,20 @@ class Scheduler:
         """Choose the next step and make room for its tokens; every step ends in `complete` or `cancel`."""
         step = Step()
         budget = self.max_batch_tokens
-        turn, preempted = 0, False
+        turn = 0
         while turn < len(self.running):
             sequence = self.running[turn]
-            younger = len(self.running) - turn - 1  # each of them keeps a token of the budget
-            count = min(sequence.remaining, self.chunk_size, budget - younger)
+            # At least 1: its elders want no more than in the step that admitted it, and that one had room for it.
+            count = min(sequence.remaining, self.chunk_size, budget)
             try:
                 step.copies += sequence.table.append(count)
             except OutOfBlocksError:
                 self._preempt(self.running.pop())  # the youngest, perhaps this one; none that has had its turn
-                preempted = True
                 continue
             step.entries.append((sequence, count))
             budget -= count
             turn += 1
-        while self.waiting and budget and len(self.running) < self.max_running and not preempted:
+        while self.waiting and budget and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             if self.prefix_caching:
                 # Not the last token: it must run, for its logits.

@@ -138,5 +138,11 @@ def content_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Key of a full block: its tokens and, through ``parent``, all tokens before it.
 
     A digest rather than ``hash()``: two prompts that collide would be served each other's cache.
+
+    Parameters
+    ----------
+    parent : bytes
+        Key of the block before, or at most 64 bytes of the caller's for the first.
+    tokens : sequence of int
     """
-    return hashlib.blake2b(parent + np.asarray(tokens, np.int64).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), key=parent, digest_size=16).digest()

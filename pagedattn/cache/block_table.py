@@ -41,7 +41,8 @@ class BlockTable:
         With a window: hold at most this many blocks and write round and round in them, instead of returning and
         taking blocks (`window_blocks` gives a size). No allocator traffic, but no prefix cache either.
     root : bytes
-        What besides the tokens decides the content, a model or adapter id say: prefixes are shared under equal roots.
+        What besides the tokens decides the content, a model or adapter id say, at most 64 bytes: prefixes are shared
+        only under equal roots.
 
     Attributes
     ----------
@@ -55,6 +56,8 @@ class BlockTable:
             raise InvalidArgumentError(f"block_size: expected a size > 0, got {block_size}.")
         if window is not None and window < 1:
             raise InvalidArgumentError(f"window: expected at least the token's own position, got {window}.")
+        if len(root) > 64:
+            raise InvalidArgumentError(f"root: expected at most 64 bytes, got {len(root)}.")
         if ring_blocks is not None:
             if window is None:
                 raise InvalidArgumentError("ring_blocks: a ring needs a window, got none.")

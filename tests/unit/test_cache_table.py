@@ -61,6 +61,8 @@ def test_negative_counts_and_sizes_are_refused():
         BlockTable(BlockPool(1), 4, ring_blocks=2)
     with pytest.raises(InvalidArgumentError, match="room for window = 9 positions, got 2 blocks of 4"):
         BlockTable(BlockPool(1), 4, window=9, ring_blocks=2)
+    with pytest.raises(InvalidArgumentError, match="root: expected at most 64 bytes, got 65"):
+        BlockTable(BlockPool(1), 4, root=bytes(65))
 
 
 def test_blocks_needed_is_what_append_takes():
