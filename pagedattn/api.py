@@ -318,7 +318,9 @@ class PagedAttention:
             tensors["output"] = adapters.get("output", adapters["query"]).to_numpy(results["output"])
             plan.run(tensors, None)
             return
-        workspace = self._arena.reserve(runtime, plan.workspace_bytes)
+        size = plan.workspace_bytes
+        own = adapters["query"].scratch(size, arrays["query"]) if size else None
+        workspace = own[1] if own is not None else self._arena.reserve(runtime, size)
         described, _ = describe(results)
         plan.run({**infos, **described}, workspace)
 

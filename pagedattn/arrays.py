@@ -39,12 +39,18 @@ class Adapter(Protocol):
     def stream(self, x: Any) -> AbstractContextManager[Any]:
         """Make the library's current stream of the array's device CuPy's, for the time of a call."""
 
+    def scratch(self, size: int, like: Any) -> tuple[Any, int] | None:
+        """Memory for one call from the library's own allocator, and its address; None: take this package's arena."""
+
 
 class CurrentStream:
     """Libraries whose current stream is CuPy's, or that have none."""
 
     def stream(self, x: Any) -> AbstractContextManager[Any]:
         return _NOTHING
+
+    def scratch(self, size: int, like: Any) -> tuple[Any, int] | None:
+        return None
 
 
 class NumpyAdapter(CurrentStream):
@@ -101,6 +107,9 @@ class Float8Adapter:
 
     def stream(self, x: Float8View) -> AbstractContextManager[Any]:
         return adapter_of("array", x.array).stream(x.array)
+
+    def scratch(self, size: int, like: Float8View) -> tuple[Any, int] | None:
+        return adapter_of("array", like.array).scratch(size, like.array)
 
 
 class CupyAdapter(CurrentStream):
@@ -171,6 +180,13 @@ class TorchAdapter:
             torch.cuda.current_stream(x.device).cuda_stream, x.device.index
         )
         return stream
+
+    def scratch(self, size: int, like: Any) -> tuple[Any, int] | None:
+        # torch captures a graph on a stream of its own and keeps what is allocated meanwhile for that graph alone.
+        import torch
+
+        buffer = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return buffer, buffer.data_ptr()
 
 
 NUMPY = NumpyAdapter()
