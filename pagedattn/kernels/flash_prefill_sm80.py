@@ -57,8 +57,8 @@ PARAMS = params(
     group_size=i32,
 )
 
-# (row_tiles, warps, tile_keys, stages) by the largest head they serve, best first. Two row tiles in a warp halve what it
-# reads from shared memory for each product; accumulators of wide heads leave room for one.
+# (row_tiles, warps, tile_keys, stages) by the largest head they serve, best first. Two row tiles in a warp halve what
+# it reads from shared memory for each product; accumulators of wide heads leave room for one.
 SHAPES = (
     (64, ((2, 4, 64, 2), (2, 4, 32, 2))),
     (128, ((2, 4, 32, 3), (2, 4, 32, 2), (1, 4, 32, 2))),

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <pagedattn/math.cuh>
+#include <pagedattn/ptx/exp2.cuh>
 
 struct SoftmaxState {
   float row_max = negative_infinity();  // of scores times log2(e)
@@ -16,12 +17,12 @@ struct SoftmaxState {
   __device__ __forceinline__ float update_max(float new_max) {
     const float old_max = row_max;
     row_max = fmaxf(old_max, new_max);
-    const float factor = exp2f(old_max - reference());
+    const float factor = ptx::exp2_approximate(old_max - reference());
     row_sum *= factor;
     return factor;
   }
 
-  __device__ __forceinline__ float weight(float score) const { return exp2f(score - reference()); }
+  __device__ __forceinline__ float weight(float score) const { return ptx::exp2_approximate(score - reference()); }
 };
 
 // Base-2 logarithm of the sum of exp2(score): -infinity for an empty row.
