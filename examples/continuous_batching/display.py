@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 from engine import Engine
 
@@ -19,8 +20,10 @@ except ImportError:
 
 def state(engine: Engine) -> str:
     scheduler, pool = engine.scheduler, engine.pool
-    return (f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, "
-            f"{pool.used} of {pool.num_blocks} blocks used, {pool.cached} cached")
+    return (
+        f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, "
+        f"{pool.used} of {pool.num_blocks} blocks used, {pool.cached} cached"
+    )
 
 
 class PlainDisplay:
@@ -36,8 +39,8 @@ class PlainDisplay:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def update(self, tokens: int, tails: dict[int, str]) -> None:
-        """Take the number of new tokens, and the last words of each running text by its number."""
+    def update(self, tokens: int, tails: Callable[[], dict[int, str]]) -> None:
+        """Take the number of new tokens, and what gives the last words of each running text by its number."""
         self.done += tokens
         if time.monotonic() >= self.next_line:
             self.next_line += 1
@@ -48,8 +51,13 @@ class RichDisplay(PlainDisplay):
     """A bar, the state of the scheduler, and the running texts as they grow."""
 
     def __enter__(self) -> RichDisplay:
-        self.progress = Progress(TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                                 TextColumn("{task.fields[state]}"))
+        self.progress = Progress(
+            TextColumn("tokens"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[state]}"),
+        )
         self.task = self.progress.add_task("", total=self.total, state="")
         self.live = Live(self.progress, console=Console(stderr=True), refresh_per_second=10, transient=True)
         self.live.start()
@@ -58,11 +66,11 @@ class RichDisplay(PlainDisplay):
     def __exit__(self, *error: object) -> None:
         self.live.stop()
 
-    def update(self, tokens: int, tails: dict[int, str]) -> None:
+    def update(self, tokens: int, tails: Callable[[], dict[int, str]]) -> None:
         self.progress.update(self.task, advance=tokens, state=state(self.engine))
         view = Table.grid(padding=(0, 1))
         view.add_row(self.progress)
-        for number, tail in tails.items():
+        for number, tail in tails().items():
             view.add_row(Text(f"{number:3}  ...{tail}", no_wrap=True))
         self.live.update(view)
 

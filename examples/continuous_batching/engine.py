@@ -24,15 +24,24 @@ class Engine:
     num_blocks, block_size : int
     cache_dtype : str
     scales : list, optional
-        Of a quantized cache; see `calibrate`.
+        Of a quantized cache; see `calibrate_scales`.
     seed : int
         Of sampling. Each request draws from a generator of its own, so its text does not depend on its neighbours.
     **policy
         Options of `Scheduler`.
     """
 
-    def __init__(self, model: Llama, num_blocks: int = 64, block_size: int = 16, *, cache_dtype: str = "float32",
-                 scales: Scales | None = None, seed: int = 0, **policy: Any) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        *,
+        cache_dtype: str = "float32",
+        scales: Scales | None = None,
+        seed: int = 0,
+        **policy: Any,
+    ) -> None:
         config = model.config
         self.model = model
         self.pool = BlockPool(num_blocks)
@@ -42,12 +51,14 @@ class Engine:
         self.sequences: list[Sequence] = []  # every request ever added
         self.steps = self.tokens_run = self.peak_blocks = 0
 
-    def add(self, tokens: list[int], max_new_tokens: int, *, temperature: float = 0.0,
-            stop_tokens: Iterable[int] = ()) -> Sequence:
+    def add(
+        self, tokens: list[int], max_new_tokens: int, *, temperature: float = 0.0, stop_tokens: Iterable[int] = ()
+    ) -> Sequence:
         """Queue a request; temperature 0 is greedy."""
         rng = np.random.default_rng((self.seed, len(self.sequences)))
-        sequence = self.scheduler.add(tokens, max_new_tokens, temperature=temperature,
-                                      stop_tokens=frozenset(stop_tokens), rng=rng)
+        sequence = self.scheduler.add(
+            tokens, max_new_tokens, temperature=temperature, stop_tokens=frozenset(stop_tokens), rng=rng
+        )
         self.sequences.append(sequence)
         return sequence
 
@@ -70,8 +81,10 @@ class Engine:
             self.scheduler.cancel(step)
             raise
         ready = [sequence for sequence, _ in step.entries if sequence.remaining == 0]
-        sampled = {sequence: sample(row, sequence.temperature, sequence.rng)
-                   for sequence, row in zip(ready, logits, strict=True)}
+        sampled = {
+            sequence: sample(row, sequence.temperature, sequence.rng)
+            for sequence, row in zip(ready, logits, strict=True)
+        }
         self.scheduler.complete(step, sampled)
         now = time.perf_counter()
         for sequence in sampled:
@@ -88,8 +101,11 @@ class Engine:
         self.peak_blocks = max(self.peak_blocks, self.pool.used)
         self.cache.copy(step.copies)
         batch = assemble([(sequence.table, count) for sequence, count in step.entries], xp=xp)
-        tokens = [token for sequence, count in step.entries
-                  for token in sequence.tokens[sequence.table.length - count : sequence.table.length]]
+        tokens = [
+            token
+            for sequence, count in step.entries
+            for token in sequence.tokens[sequence.table.length - count : sequence.table.length]
+        ]
         last = np.cumsum([count for _, count in step.entries]) - 1
         rows = [row for (sequence, _), row in zip(step.entries, last, strict=True) if sequence.remaining == 0]
         logits = self.model.forward(xp.asarray(tokens), batch, self.cache, xp.asarray(rows, np.int64))
@@ -103,14 +119,12 @@ def sample(logits: np.ndarray, temperature: float, rng: np.random.Generator) -> 
     return int((logits / temperature + rng.gumbel(size=logits.shape)).argmax())  # the same as a draw from the softmax
 
 
-def calibrate(model: Llama, prompts: list[list[int]], dtype: str, max_new_tokens: int) -> Scales:
+def calibrate_scales(model: Llama, prompts: list[list[int]], dtype: str, max_new_tokens: int) -> Scales:
     """Scales for a quantized cache, from the keys and values that some prompts and their continuations produce.
 
     Let the texts be as long as those to come: a channel that RoPE turns slowly is largest far into a text.
     """
     block_size = 16
-    longest = model.config.max_length - max_new_tokens
-    prompts = [prompt[:longest] for prompt in prompts]
     num_blocks = sum(-(-(len(prompt) + max_new_tokens) // block_size) for prompt in prompts)
     engine = Engine(model, num_blocks, block_size, cache_dtype="float32" if model.xp is np else "float16")
     for prompt in prompts:

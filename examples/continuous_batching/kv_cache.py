@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedattn import calibrate
 from pagedattn.cache import allocate_cache, copy_blocks
 from pagedattn.dtypes import BY_NAME
 
@@ -28,16 +29,25 @@ class KVCache:
         NumPy or CuPy.
     """
 
-    def __init__(self, config: Any, num_blocks: int, block_size: int, dtype: str = "float32",
-                 scales: Scales | None = None, xp: Any = np) -> None:
+    def __init__(
+        self,
+        config: Any,
+        num_blocks: int,
+        block_size: int,
+        dtype: str = "float32",
+        scales: Scales | None = None,
+        xp: Any = np,
+    ) -> None:
         row = BY_NAME[dtype]
         if row.is_quantized and scales is None:
-            raise ValueError(f"a {dtype} cache needs scales; see calibrate().")
+            raise ValueError(f"a {dtype} cache needs scales; see engine.calibrate_scales().")
         # A quantized cache says nothing of the activations. The CUDA backends take 16 bits.
-        self.io_dtype = row.numpy if not row.is_quantized else np.dtype(np.float32 if xp is np else np.float16)
+        self.io = BY_NAME["float32" if xp is np else "float16"] if row.is_quantized else row
         self.dtype = row
-        self.layers = [allocate_cache(num_blocks, block_size, config.kv_num_heads, config.head_size, dtype, xp=xp)
-                       for _ in range(config.num_layers)]
+        self.layers = [
+            allocate_cache(num_blocks, block_size, config.kv_num_heads, config.head_size, dtype, xp=xp)
+            for _ in range(config.num_layers)
+        ]
         self.scales = scales if row.is_quantized else None
 
     def inputs(self, layer: int) -> dict[str, Any]:
@@ -47,8 +57,11 @@ class KVCache:
         if self.scales is not None:
             k_scale, v_scale = self.scales[layer]
             for name, scale in (("k", k_scale), ("v", v_scale)):
-                inputs |= {f"{name}_scale": scale, f"{name}_quant_type": "PER_CHANNEL",
-                           f"{name}_cache_dtype": self.dtype.name}
+                inputs |= {
+                    f"{name}_scale": scale,
+                    f"{name}_quant_type": "PER_CHANNEL",
+                    f"{name}_cache_dtype": self.dtype.name,
+                }
         return inputs
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
@@ -58,10 +71,9 @@ class KVCache:
 
     def absmax_scales(self, dtype: str, xp: Any = np) -> Scales:
         """Scales under which the largest value that this float cache holds in a channel gets the largest code."""
-        largest_code = BY_NAME[dtype].code_range[1]
 
         def scale(cache: Any) -> Any:
-            absmax = xp.abs(cache.astype(np.float32)).max(axis=(0, 1))[:, None, :]
-            return xp.where(absmax > 0, absmax / largest_code, 1.0).astype(np.float32)
+            rows = cache.reshape(-1, *cache.shape[2:])  # unused ones are zero, and make no difference
+            return xp.asarray(calibrate(rows, dtype, "PER_CHANNEL").scale)
 
         return [(scale(key_cache), scale(value_cache)) for key_cache, value_cache in self.layers]

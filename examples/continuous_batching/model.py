@@ -6,6 +6,7 @@ takes the tokens of all sequences of a step as one flat batch.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from kv_cache import KVCache
 
-from pagedattn import paged_attention
+from pagedattn import paged_attention, rope
 from pagedattn.cache import Batch
 
 
@@ -61,15 +62,16 @@ class Llama:
         self.config = config
         self.xp = xp
         self.embedding = xp.asarray(weights.embedding)
-        self.layers = [Layer(*(xp.asarray(getattr(layer, field.name)) for field in fields(Layer)))
-                       for layer in weights.layers]
+        self.layers = [
+            Layer(*(xp.asarray(getattr(layer, field.name)) for field in fields(Layer))) for layer in weights.layers
+        ]
         self.final_norm = xp.asarray(weights.final_norm)
         tied = weights.classifier is weights.embedding
         self.classifier = self.embedding if tied else xp.asarray(weights.classifier)
-        frequency = config.rope_theta ** (-np.arange(0, config.head_size, 2) / config.head_size)
-        angles = np.outer(np.arange(config.max_length), frequency)
-        self.cos, self.sin = xp.asarray(np.cos(angles)), xp.asarray(np.sin(angles))
-        self.rope = (self.cos, self.sin)
+        frequencies = rope.default(config.head_size, config.rope_theta)
+        self.rope = functools.cache(
+            lambda dtype: [xp.asarray(table) for table in frequencies.caches(config.max_length, dtype)]
+        )
 
     def forward(self, tokens: Any, batch: Batch, cache: KVCache, rows: Any) -> Any:
         """Run the new tokens of a step, writing their keys and values into the cache.
@@ -87,15 +89,23 @@ class Llama:
         -------
         (R, vocab_size) float32
         """
-        config, io_dtype = self.config, cache.io_dtype
-        cos, sin = self._rope(io_dtype)
+        config = self.config
+        cos, sin = self.rope(cache.io.name)
         x = self.embedding[tokens]
         for index, layer in enumerate(self.layers):
             qkv = self._norm(x, layer.attention_norm) @ layer.qkv.T
             attended = paged_attention(
-                qkv.astype(io_dtype), **cache.inputs(index), **batch.inputs, cos_cache=cos, sin_cache=sin, do_rotary=1,
-                rotary_interleaved=int(config.rope_interleaved), num_heads=config.num_heads,
-                kv_num_heads=config.kv_num_heads, local_window_size=config.window or -1).output
+                qkv.astype(cache.io.numpy),
+                **cache.inputs(index),
+                **batch.inputs,
+                cos_cache=cos,
+                sin_cache=sin,
+                do_rotary=1,
+                rotary_interleaved=int(config.rope_interleaved),
+                num_heads=config.num_heads,
+                kv_num_heads=config.kv_num_heads,
+                local_window_size=config.window or -1,
+            ).output
             x = x + attended.astype(np.float32) @ layer.attention_out.T
             gate, up = self.xp.split(self._norm(x, layer.mlp_norm) @ layer.gate_up.T, 2, axis=1)
             x = x + (self._silu(gate) * up) @ layer.down.T
@@ -107,11 +117,6 @@ class Llama:
     def _silu(self, x: Any) -> Any:
         return x * (0.5 + 0.5 * self.xp.tanh(0.5 * x))  # x * sigmoid(x) without an exp that overflows
 
-    def _rope(self, dtype: Any) -> tuple[Any, Any]:
-        if self.rope[0].dtype != dtype:
-            self.rope = (self.cos.astype(dtype), self.sin.astype(dtype))
-        return self.rope
-
 
 def random_model(config: Config, seed: int = 0, xp: Any = np) -> Llama:
     """Weights from a seed, at a scale that keeps activations near 1."""
@@ -122,10 +127,17 @@ def random_model(config: Config, seed: int = 0, xp: Any = np) -> Llama:
 
     hidden = config.hidden_size
     ones = np.ones(hidden, np.float32)
-    layers = [Layer(ones, matrix((config.num_heads + 2 * config.kv_num_heads) * config.head_size, hidden),
-                    matrix(hidden, config.num_heads * config.head_size), ones,
-                    matrix(2 * config.intermediate_size, hidden), matrix(hidden, config.intermediate_size))
-              for _ in range(config.num_layers)]
+    layers = [
+        Layer(
+            ones,
+            matrix((config.num_heads + 2 * config.kv_num_heads) * config.head_size, hidden),
+            matrix(hidden, config.num_heads * config.head_size),
+            ones,
+            matrix(2 * config.intermediate_size, hidden),
+            matrix(hidden, config.intermediate_size),
+        )
+        for _ in range(config.num_layers)
+    ]
     embedding = rng.standard_normal((config.vocab_size, hidden), np.float32)
     return Llama(config, Weights(embedding, layers, ones, 2 * matrix(config.vocab_size, hidden)), xp)
 
@@ -158,7 +170,15 @@ def load_llama2c(path: str | Path, xp: Any = np) -> Llama:
     final_norm = take(dim)
     take(2, max_length, size // 2)  # tables of cosines and sines, computed here
     classifier = embedding if vocab > 0 else take(config.vocab_size, dim)  # a negative size says "not shared"
-    layers = [Layer(attention_norm[i], np.concatenate([query[i], key[i], value[i]]), attention_out[i], mlp_norm[i],
-                    np.concatenate([gate[i], up[i]]), down[i])
-              for i in range(num_layers)]
+    layers = [
+        Layer(
+            attention_norm[i],
+            np.concatenate([query[i], key[i], value[i]]),
+            attention_out[i],
+            mlp_norm[i],
+            np.concatenate([gate[i], up[i]]),
+            down[i],
+        )
+        for i in range(num_layers)
+    ]
     return Llama(config, Weights(embedding, layers, final_norm, classifier), xp)

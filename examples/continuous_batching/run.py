@@ -14,14 +14,21 @@ from typing import NamedTuple
 
 import numpy as np
 from display import display, print_table
-from engine import Engine, calibrate
+from engine import Engine, calibrate_scales
 from model import Config, load_llama2c, random_model
 from scheduler import RequestError
 from sequence import Sequence
 from tokenizer import EOS, Tokenizer
 
-RANDOM_CONFIG = {"hidden_size": 64, "intermediate_size": 172, "num_layers": 5, "num_heads": 8, "kv_num_heads": 4,
-                 "vocab_size": 512, "max_length": 512}
+RANDOM_CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_layers": 5,
+    "num_heads": 8,
+    "kv_num_heads": 4,
+    "vocab_size": 512,
+    "max_length": 512,
+}
 QUANTIZED = ("int8", "float8e4m3fn", "int4")
 TAIL = 60  # characters of a running text on the display
 
@@ -51,19 +58,28 @@ def serve(engine: Engine, requests: list[Request], tokenizer: Tokenizer | None =
     """Run requests as they arrive, showing how it goes."""
     pending = sorted(requests, key=lambda request: request.arrival)
     served: list[Sequence] = []
+
+    def growing() -> dict[int, str]:
+        return {
+            number: tokenizer.decode(sequence.tokens)[-TAIL:].replace("\n", " ")
+            for number, sequence in enumerate(served, 1)
+            if sequence.is_live
+        }
+
     with display(engine, sum(request.max_new_tokens for request in requests)) as view:
         while pending or engine.scheduler.has_work:
             idle = not engine.scheduler.has_work  # then there is nothing to wait for
             while pending and (idle or pending[0].arrival <= engine.steps):
                 request, idle = pending.pop(0), False
-                served.append(engine.add(request.tokens, request.max_new_tokens, temperature=request.temperature,
-                                         stop_tokens=[EOS] if tokenizer else []))
-            fresh = engine.step()
-            tails = {}
-            if tokenizer:
-                tails = {number: tokenizer.decode(sequence.tokens)[-TAIL:].replace("\n", " ")
-                         for number, sequence in enumerate(served, 1) if sequence.is_live}
-            view.update(len(fresh), tails)
+                served.append(
+                    engine.add(
+                        request.tokens,
+                        request.max_new_tokens,
+                        temperature=request.temperature,
+                        stop_tokens=[EOS] if tokenizer else [],
+                    )
+                )
+            view.update(len(engine.step()), growing if tokenizer else dict)
     return served
 
 
@@ -86,18 +102,27 @@ def report(engine: Engine, served: list[Sequence]) -> None:
     elapsed = max(sequence.finished_at for sequence in served) - min(sequence.added_at for sequence in served)
     first = sorted(sequence.first_token_at - sequence.added_at for sequence in served)
     reused = sum(sequence.reused_tokens for sequence in served)
-    print_table("Continuous batching", [
-        ("requests", str(len(served))),
-        ("tokens generated", str(generated)),
-        ("tokens run", f"{engine.tokens_run} in {engine.steps} steps, {engine.tokens_run / engine.steps:.1f} a step"),
-        ("time", f"{elapsed:.2f} s"),
-        ("throughput", f"{generated / elapsed:.0f} tokens/s"),
-        ("time to first token", f"median {1e3 * np.median(first):.0f} ms, largest {1e3 * first[-1]:.0f} ms"),
-        ("block use", f"peak {engine.peak_blocks} of {engine.pool.num_blocks} blocks "
-                      f"({engine.peak_blocks / engine.pool.num_blocks:.0%})"),
-        ("prefix cache", f"{reused} tokens reused"),
-        ("preemptions", str(sum(sequence.preemptions for sequence in served))),
-    ])
+    print_table(
+        "Continuous batching",
+        [
+            ("requests", str(len(served))),
+            ("tokens generated", str(generated)),
+            (
+                "tokens run",
+                f"{engine.tokens_run} in {engine.steps} steps, {engine.tokens_run / engine.steps:.1f} a step",
+            ),
+            ("time", f"{elapsed:.2f} s"),
+            ("throughput", f"{generated / elapsed:.0f} tokens/s"),
+            ("time to first token", f"median {1e3 * np.median(first):.0f} ms, largest {1e3 * first[-1]:.0f} ms"),
+            (
+                "block use",
+                f"peak {engine.peak_blocks} of {engine.pool.num_blocks} blocks "
+                f"({engine.peak_blocks / engine.pool.num_blocks:.0%})",
+            ),
+            ("prefix cache", f"{reused} tokens reused"),
+            ("preemptions", str(sum(sequence.preemptions for sequence in served))),
+        ],
+    )
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -117,8 +142,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-batch-tokens", type=int, default=128, help="most tokens in one step")
     parser.add_argument("--max-running", type=int, default=16, help="most sequences in one step")
     parser.add_argument("--no-prefix-cache", dest="prefix_caching", action="store_false")
-    parser.add_argument("--cache-dtype", choices=["float32", "float16", "bfloat16", *QUANTIZED],
-                        help="default: float32, or float16 on cuda")
+    parser.add_argument(
+        "--cache-dtype",
+        choices=["float32", "float16", "bfloat16", *QUANTIZED],
+        help="default: float32, or float16 on cuda",
+    )
     parser.add_argument("--device", choices=["numpy", "cuda"], default="numpy")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
@@ -142,18 +170,28 @@ def main(argv: list[str] | None = None) -> None:
         model = load_llama2c(options.checkpoint, xp)
         tokenizer = Tokenizer(options.tokenizer, model.config.vocab_size)
         prompts = options.prompt or ["Once upon a time", "The cat and the dog", "Lily wanted"]
-        requests = [Request(tokenizer.encode(prompt), options.max_new_tokens, options.temperature)
-                    for prompt in prompts]
+        requests = [
+            Request(tokenizer.encode(prompt), options.max_new_tokens, options.temperature) for prompt in prompts
+        ]
     else:
         model = random_model(Config(**RANDOM_CONFIG, window=options.window), options.seed, xp)
         requests = synthetic_requests(options.requests, model.config.vocab_size, options.seed)
 
     scales = None
     if dtype in QUANTIZED:
-        scales = calibrate(model, [request.tokens for request in requests], dtype, options.max_new_tokens)
-    engine = Engine(model, options.num_blocks, options.block_size, cache_dtype=dtype, scales=scales, seed=options.seed,
-                    chunk_size=options.chunk_size, max_batch_tokens=options.max_batch_tokens,
-                    max_running=options.max_running, prefix_caching=options.prefix_caching)
+        scales = calibrate_scales(model, [request.tokens for request in requests], dtype, options.max_new_tokens)
+    engine = Engine(
+        model,
+        options.num_blocks,
+        options.block_size,
+        cache_dtype=dtype,
+        scales=scales,
+        seed=options.seed,
+        chunk_size=options.chunk_size,
+        max_batch_tokens=options.max_batch_tokens,
+        max_running=options.max_running,
+        prefix_caching=options.prefix_caching,
+    )
     if tokenizer and len(requests) == 1:
         served = [stream_text(engine, requests[0], tokenizer)]
     else:

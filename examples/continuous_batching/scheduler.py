@@ -47,12 +47,23 @@ class Scheduler:
     prefix_caching : bool
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, max_length: int, max_batch_tokens: int = 128,
-                 chunk_size: int = 32, max_running: int = 16, window: int | None = None,
-                 prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        max_length: int,
+        max_batch_tokens: int = 128,
+        chunk_size: int = 32,
+        max_running: int = 16,
+        window: int | None = None,
+        prefix_caching: bool = True,
+    ) -> None:
         if min(max_batch_tokens, chunk_size, max_running) < 1:
-            raise ValueError(f"max_batch_tokens ({max_batch_tokens}), chunk_size ({chunk_size}) and max_running "
-                             f"({max_running}) must be at least 1.")
+            raise ValueError(
+                f"max_batch_tokens ({max_batch_tokens}), chunk_size ({chunk_size}) and max_running "
+                f"({max_running}) must be at least 1."
+            )
         self.pool = pool
         self.block_size = block_size
         self.max_length = max_length
@@ -71,16 +82,22 @@ class Scheduler:
     def add(self, tokens: list[int], max_new_tokens: int, **options) -> Sequence:
         """Queue a request, or raise `RequestError`."""
         if not tokens or max_new_tokens < 1:
-            raise RequestError(f"a request needs a prompt and room for an answer, got {len(tokens)} tokens and "
-                               f"max_new_tokens {max_new_tokens}.")
+            raise RequestError(
+                f"a request needs a prompt and room for an answer, got {len(tokens)} tokens and "
+                f"max_new_tokens {max_new_tokens}."
+            )
         length = len(tokens) + max_new_tokens
         if length > self.max_length:
-            raise RequestError(f"{len(tokens)} prompt tokens and {max_new_tokens} new ones exceed the model's "
-                               f"{self.max_length} positions.")
+            raise RequestError(
+                f"{len(tokens)} prompt tokens and {max_new_tokens} new ones exceed the model's "
+                f"{self.max_length} positions."
+            )
         needed = self._blocks_for(length - 1)  # the last token is never run
         if needed > self.pool.num_blocks:
-            raise RequestError(f"the request needs {needed} blocks of {self.block_size}, the pool has "
-                               f"{self.pool.num_blocks}: shorten it, or enlarge the pool.")
+            raise RequestError(
+                f"the request needs {needed} blocks of {self.block_size}, the pool has "
+                f"{self.pool.num_blocks}: shorten it, or enlarge the pool."
+            )
         table = BlockTable(self.pool, self.block_size, window=self.window)
         sequence = Sequence(list(tokens), table, max_new_tokens, **options)
         self.waiting.append(sequence)

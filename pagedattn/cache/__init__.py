@@ -26,5 +26,14 @@ from pagedattn.cache.block_pool import BlockPool, OutOfBlocksError, content_key
 from pagedattn.cache.block_table import BlockTable, window_blocks
 from pagedattn.cache.storage import allocate_cache, copy_blocks
 
-__all__ = ["Batch", "BlockPool", "BlockTable", "OutOfBlocksError", "allocate_cache", "assemble", "content_key",
-           "copy_blocks", "window_blocks"]
+__all__ = [
+    "Batch",
+    "BlockPool",
+    "BlockTable",
+    "OutOfBlocksError",
+    "allocate_cache",
+    "assemble",
+    "content_key",
+    "copy_blocks",
+    "window_blocks",
+]

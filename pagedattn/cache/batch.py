@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pagedattn.cache.block_table import UNMAPPED, Array, BlockTable, flat_slots
+from pagedattn.cache.block_table import UNMAPPED, Array, BlockTable
 from pagedattn.errors import InvalidArgumentError
+from pagedattn.layout import cumulative_lengths, slot_mapping
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,26 @@ class Batch:
     @property
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for `paged_attention`."""
-        return {name: getattr(self, name) for name in ("cumulative_sequence_length", "past_seqlens", "block_table",
-                                                       "slot_mapping", "attention_metadata")}
+        return {
+            name: getattr(self, name)
+            for name in (
+                "cumulative_sequence_length",
+                "past_seqlens",
+                "block_table",
+                "slot_mapping",
+                "attention_metadata",
+            )
+        }
 
 
-def assemble(step: Sequence[tuple[BlockTable, int]], *, max_blocks: int | None = None, batch_size: int | None = None,
-             token_count: int | None = None, xp: Any = np) -> Batch:
+def assemble(
+    step: Sequence[tuple[BlockTable, int]],
+    *,
+    max_blocks: int | None = None,
+    batch_size: int | None = None,
+    token_count: int | None = None,
+    xp: Any = np,
+) -> Batch:
     """Arrays for a call that runs the last ``count`` tokens of each table, which `BlockTable.append` made room for.
 
     Parameters
@@ -68,26 +83,28 @@ def assemble(step: Sequence[tuple[BlockTable, int]], *, max_blocks: int | None =
     token_count = _capacity("token_count", token_count, sum(counts))
     max_blocks = _capacity("max_blocks", max_blocks, max(map(len, rows), default=0), least=1)
 
-    cumulative = np.full(batch_size + 1, sum(counts), np.int32)  # sequences of padding have no tokens
-    cumulative[: len(step)] = np.cumsum([0, *counts])[:-1]
+    counts += [0] * (batch_size - len(step))  # sequences of padding have no tokens
+    cumulative = cumulative_lengths(counts)
     past = np.zeros(batch_size, np.int32)
     past[: len(step)] = [table.length - count for table, count in step]
     block_table = np.full((batch_size, max_blocks), UNMAPPED, np.int32)
     for padded, row in zip(block_table, rows, strict=False):
         padded[: len(row)] = row
+    block_size = tables[0].block_size if tables else 1
+    slots = slot_mapping(cumulative, past, block_table, block_size, token_count)
 
-    sequence = np.repeat(np.arange(len(step)), counts)
     positions = np.zeros(token_count, np.int32)
-    slots = np.full(token_count, UNMAPPED, np.int32)
-    used = slice(0, len(sequence))
-    positions[used] = np.arange(len(sequence)) - cumulative[sequence] + past[sequence]
-    if len(sequence):
-        block_size = tables[0].block_size
-        flat = sequence * (max_blocks * block_size) + positions[used]
-        slots[used] = flat_slots(block_table.reshape(-1), flat, block_size)
+    sequence = np.repeat(np.arange(batch_size), counts)
+    positions[: len(sequence)] = np.arange(len(sequence)) - cumulative[sequence] + past[sequence]
     bounds = [_power_of_two(max(lengths, default=0)) for lengths in (counts, [table.length for table in tables])]
-    return Batch(xp.asarray(cumulative), xp.asarray(past), xp.asarray(block_table), xp.asarray(slots),
-                 xp.asarray(positions), np.array(bounds, np.int32))
+    return Batch(
+        xp.asarray(cumulative),
+        xp.asarray(past),
+        xp.asarray(block_table),
+        xp.asarray(slots),
+        xp.asarray(positions),
+        np.array(bounds, np.int32),
+    )
 
 
 def _capacity(name: str, capacity: int | None, needed: int, least: int = 0) -> int:

@@ -50,8 +50,15 @@ class BlockTable:
         Tokens in the cache, those of the running step included.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, window: int | None = None, ring_blocks: int | None = None,
-                 root: bytes = b"") -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        window: int | None = None,
+        ring_blocks: int | None = None,
+        root: bytes = b"",
+    ) -> None:
         if block_size < 1:
             raise InvalidArgumentError(f"block_size: expected a size > 0, got {block_size}.")
         if window is not None and window < 1:
@@ -62,8 +69,10 @@ class BlockTable:
             if window is None:
                 raise InvalidArgumentError("ring_blocks: a ring needs a window, got none.")
             if ring_blocks * block_size < window:
-                raise InvalidArgumentError(f"ring_blocks: expected room for window = {window} positions, "
-                                           f"got {ring_blocks} blocks of {block_size}.")
+                raise InvalidArgumentError(
+                    f"ring_blocks: expected room for window = {window} positions, "
+                    f"got {ring_blocks} blocks of {block_size}."
+                )
         self.pool = pool
         self.block_size = block_size
         self.window = window
@@ -123,7 +132,8 @@ class BlockTable:
             raise InvalidArgumentError(
                 f"append: {count} tokens at position {self.length} would overwrite keys inside the window of "
                 f"{self.window}: the ring of {self.ring_blocks} blocks of {self.block_size} takes at most "
-                f"{self.append_limit} now. Append in smaller chunks, or size the ring with window_blocks().")
+                f"{self.append_limit} now. Append in smaller chunks, or size the ring with window_blocks()."
+            )
         self._expire()
         entries, fresh = self._touched(count)
         shared = [entry for entry in entries if self.pool.references(self._blocks[entry]) > 1]
@@ -155,7 +165,8 @@ class BlockTable:
         if self._window_start(length) < self.oldest_resident:
             raise InvalidArgumentError(
                 f"truncate: a token at position {length} sees positions from {self._window_start(length)} on, "
-                f"but those below {self.oldest_resident} are gone. Recompute the sequence, or keep more blocks.")
+                f"but those below {self.oldest_resident} are gone. Recompute the sequence, or keep more blocks."
+            )
         keep = -(-length // self.block_size)
         for block in reversed(self._blocks[keep:]):
             self.pool.free(block)
@@ -241,9 +252,12 @@ class BlockTable:
     def slots(self, start: int, stop: int) -> Array:
         """Flat slots of positions [start, stop), int32: block * block_size + offset."""
         if not self.oldest_resident <= start <= stop <= self.length:
-            raise InvalidArgumentError(f"slots: expected positions in [{self.oldest_resident}, {self.length}], "
-                                       f"got [{start}, {stop}).")
-        return flat_slots(self.row(self.length - start), np.arange(start, stop), self.block_size)
+            raise InvalidArgumentError(
+                f"slots: expected positions in [{self.oldest_resident}, {self.length}], got [{start}, {stop})."
+            )
+        positions = np.arange(start, stop)
+        blocks = self.row(self.length - start)[positions // self.block_size]
+        return np.asarray(blocks * self.block_size + positions % self.block_size, np.int32)
 
     def _window_start(self, position: int) -> int:
         """Smallest position that a token at ``position`` sees."""
@@ -274,8 +288,3 @@ class BlockTable:
 
     def __repr__(self) -> str:
         return f"BlockTable(length={self.length}, blocks={self.blocks})"
-
-
-def flat_slots(blocks: Array, positions: Array, block_size: int) -> Array:
-    """Slots, int32, of positions in the table row ``blocks``."""
-    return np.asarray(blocks[positions // block_size] * block_size + positions % block_size, np.int32)

@@ -11,8 +11,16 @@ from pagedattn.contract import LAYOUTS, TYPES
 from pagedattn.errors import InvalidArgumentError
 
 
-def allocate_cache(num_blocks: int, block_size: int, kv_num_heads: int, head_size: int, dtype: str = "float16", *,
-                   kv_cache_layout: str = "SEPARATE", xp: Any = np) -> tuple[Any, Any]:
+def allocate_cache(
+    num_blocks: int,
+    block_size: int,
+    kv_num_heads: int,
+    head_size: int,
+    dtype: str = "float16",
+    *,
+    kv_cache_layout: str = "SEPARATE",
+    xp: Any = np,
+) -> tuple[Any, Any]:
     """Key and value caches of one layer, zero-filled.
 
     Parameters
@@ -36,14 +44,18 @@ def allocate_cache(num_blocks: int, block_size: int, kv_num_heads: int, head_siz
     if kv_cache_layout not in LAYOUTS:
         raise InvalidArgumentError(f"kv_cache_layout: expected one of {', '.join(LAYOUTS)}, got {kv_cache_layout!r}.")
     if num_blocks * block_size > np.iinfo(np.int32).max:
-        raise InvalidArgumentError(f"num_blocks * block_size: expected at most 2**31 - 1 slots, because slot_mapping "
-                                   f"is int32, got {num_blocks} * {block_size}.")
+        raise InvalidArgumentError(
+            f"num_blocks * block_size: expected at most 2**31 - 1 slots, because slot_mapping "
+            f"is int32, got {num_blocks} * {block_size}."
+        )
     row = rows[dtype]
     shape = (num_blocks, block_size, kv_num_heads, row.storage_elements(head_size))
     # 0 is the code of 0.0 in every type but int4, where the stored nibble is code + 8.
     fill = 0x88 if dtype == "int4" else 0
-    caches = [xp.full(shape, fill, np.uint8).view(row.numpy) if row.bits <= 8 else xp.zeros(shape, row.numpy)
-              for _ in range(1 if kv_cache_layout == "LATENT" else 2)]
+    caches = [
+        xp.full(shape, fill, np.uint8).view(row.numpy) if row.bits <= 8 else xp.zeros(shape, row.numpy)
+        for _ in range(1 if kv_cache_layout == "LATENT" else 2)
+    ]
     return caches[0], caches[1] if len(caches) > 1 else None
 
 

@@ -28,7 +28,7 @@ from tests.support.serving import (
     Tokenizer,
     Weights,
     audit,
-    calibrate,
+    calibrate_scales,
     command,
     display,
     drain,
@@ -38,11 +38,14 @@ from tests.support.serving import (
     sample,
 )
 
-CONFIG = Config(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, kv_num_heads=2, vocab_size=64,
-                max_length=256)
+CONFIG = Config(
+    hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, kv_num_heads=2, vocab_size=64, max_length=256
+)
 CHECKPOINT, TOKENIZER, GREEDY = (DATA / name for name in ("stories260K.bin", "tok512.bin", "stories260K_greedy.json"))
-needs_stories = pytest.mark.skipif(not all(path.exists() for path in (CHECKPOINT, TOKENIZER, GREEDY)),
-                                   reason=f"stories260K.bin, tok512.bin and stories260K_greedy.json are not in {DATA}")
+needs_stories = pytest.mark.skipif(
+    not all(path.exists() for path in (CHECKPOINT, TOKENIZER, GREEDY)),
+    reason=f"stories260K.bin, tok512.bin and stories260K_greedy.json are not in {DATA}",
+)
 
 
 def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
@@ -65,8 +68,11 @@ def plain_logits(model: Llama, tokens: list[int]) -> np.ndarray:
 
     def rotate(heads):
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-        first, second = ((heads[..., 0::2], heads[..., 1::2]) if config.rope_interleaved
-                         else (heads[..., : size // 2], heads[..., size // 2 :]))
+        first, second = (
+            (heads[..., 0::2], heads[..., 1::2])
+            if config.rope_interleaved
+            else (heads[..., : size // 2], heads[..., size // 2 :])
+        )
         pairs = first * cos - second * sin, first * sin + second * cos
         return np.stack(pairs, -1).reshape(heads.shape) if config.rope_interleaved else np.concatenate(pairs, -1)
 
@@ -89,17 +95,20 @@ def plain_logits(model: Llama, tokens: list[int]) -> np.ndarray:
 
 def forced_logits(model: Llama, texts: list[list[int]], chunk_size: int = 32, **options) -> list[np.ndarray]:
     """Logits at every position of given texts, which run as one batch in chunks."""
-    engine = Engine(model, sum(-(-len(text) // 16) for text in texts), 16, chunk_size=chunk_size, prefix_caching=False,
-                    **options)
+    engine = Engine(
+        model, sum(-(-len(text) // 16) for text in texts), 16, chunk_size=chunk_size, prefix_caching=False, **options
+    )
     sequences = [engine.add(text, 1) for text in texts]
     logits = [[] for _ in texts]
     while engine.scheduler.has_work:
         step = engine.scheduler.schedule()
         batch = assemble([(sequence.table, count) for sequence, count in step.entries])
-        ids = np.concatenate([sequence.tokens[sequence.table.length - count : sequence.table.length]
-                              for sequence, count in step.entries])
-        rows = np.split(model.forward(ids, batch, engine.cache, np.arange(len(ids))),
-                        batch.cumulative_sequence_length[1:-1])
+        ids = np.concatenate(
+            [sequence.tokens[sequence.table.length - count : sequence.table.length] for sequence, count in step.entries]
+        )
+        rows = np.split(
+            model.forward(ids, batch, engine.cache, np.arange(len(ids))), batch.cumulative_sequence_length[1:-1]
+        )
         for (sequence, _), part in zip(step.entries, rows, strict=True):
             logits[sequences.index(sequence)].append(part)
         engine.scheduler.complete(step, {sequence: 0 for sequence, _ in step.entries if not sequence.remaining})
@@ -126,8 +135,10 @@ def test_pair_layouts_differ_by_a_permutation_of_the_rotated_channels():
         rotated = slice(0, CONFIG.num_heads + CONFIG.kv_num_heads)
         heads[rotated] = heads[rotated][:, halves_first]
         layers.append(replace(layer, qkv=heads.reshape(layer.qkv.shape)))
-    halves = Llama(replace(CONFIG, rope_interleaved=False),
-                   Weights(interleaved.embedding, layers, interleaved.final_norm, interleaved.classifier))
+    halves = Llama(
+        replace(CONFIG, rope_interleaved=False),
+        Weights(interleaved.embedding, layers, interleaved.final_norm, interleaved.classifier),
+    )
     texts = prompts(2, seed=5)
     for one, other in zip(forced_logits(halves, texts), forced_logits(interleaved, texts), strict=True):
         assert np.allclose(one, other, atol=1e-5)
@@ -136,8 +147,18 @@ def test_pair_layouts_differ_by_a_permutation_of_the_rotated_channels():
 def write_checkpoint(path, shared: bool) -> Config:
     """A llama2.c file of counting numbers, so that each tensor is known by its values."""
     dim, hidden, layers, heads, kv_heads, vocab, length = 16, 24, 2, 2, 1, 11, 8
-    sizes = [vocab * dim, layers * dim, layers * dim * dim, layers * dim * dim // 2, layers * dim * dim // 2,
-             layers * dim * dim, layers * dim, *[layers * hidden * dim] * 3, dim, length * dim // heads]
+    sizes = [
+        vocab * dim,
+        layers * dim,
+        layers * dim * dim,
+        layers * dim * dim // 2,
+        layers * dim * dim // 2,
+        layers * dim * dim,
+        layers * dim,
+        *[layers * hidden * dim] * 3,
+        dim,
+        length * dim // heads,
+    ]
     if not shared:
         sizes.append(vocab * dim)
     header = struct.pack("<7i", dim, hidden, layers, heads, kv_heads, vocab if shared else -vocab, length)
@@ -180,8 +201,17 @@ def test_damaged_checkpoints_are_refused(tmp_path):
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"block_size": 32}, {"chunk_size": 3}, {"num_blocks": 8}, {"max_running": 2},
-                                     {"num_blocks": 10, "chunk_size": 5, "prefix_caching": False}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 32},
+        {"chunk_size": 3},
+        {"num_blocks": 8},
+        {"max_running": 2},
+        {"num_blocks": 10, "chunk_size": 5, "prefix_caching": False},
+    ],
+)
 def test_a_batch_answers_as_each_request_alone(options):
     model = random_model(CONFIG, 0)
     requests = prompts(7, seed=1)
@@ -304,8 +334,13 @@ def references() -> list[dict]:
 @pytest.fixture(scope="module")
 def scales_of(stories, references) -> Callable[[str], Scales | None]:
     """Scales of a quantized cache, from texts as long as those it will serve."""
-    return cache(lambda dtype: None if dtype in ("float32", "float16", "bfloat16")
-                 else calibrate(stories, [run["prompt_ids"] for run in references], dtype, 200))
+    return cache(
+        lambda dtype: (
+            None
+            if dtype in ("float32", "float16", "bfloat16")
+            else calibrate_scales(stories, [run["prompt_ids"] for run in references], dtype, 200)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -331,14 +366,17 @@ class TestStories:
             assert tokenizer.decode(run["prompt_ids"] + run["ids"]) == run["text"]
         assert tokenizer.decode(tokenizer.encode("naïve €5\n  two spaces")) == "naïve €5\n  two spaces"
 
-    @pytest.mark.parametrize("options", [
-        pytest.param({"num_blocks": 64, "block_size": 16}, id="block-16"),
-        pytest.param({"num_blocks": 32, "block_size": 32}, id="block-32"),
-        pytest.param({"num_blocks": 16, "block_size": 64}, id="block-64"),
-        pytest.param({"num_blocks": 64, "block_size": 16, "chunk_size": 3}, id="chunks-of-3"),
-        pytest.param({"num_blocks": 24, "block_size": 16, "chunk_size": 3}, id="preemption"),
-        pytest.param({"num_blocks": 24, "block_size": 16, "prefix_caching": False}, id="preemption-without-cache"),
-    ])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            pytest.param({"num_blocks": 64, "block_size": 16}, id="block-16"),
+            pytest.param({"num_blocks": 32, "block_size": 32}, id="block-32"),
+            pytest.param({"num_blocks": 16, "block_size": 64}, id="block-64"),
+            pytest.param({"num_blocks": 64, "block_size": 16, "chunk_size": 3}, id="chunks-of-3"),
+            pytest.param({"num_blocks": 24, "block_size": 16, "chunk_size": 3}, id="preemption"),
+            pytest.param({"num_blocks": 24, "block_size": 16, "prefix_caching": False}, id="preemption-without-cache"),
+        ],
+    )
     def test_all_references_token_for_token_in_one_batch(self, stories, references, options):
         engine, sequences = tell(stories, references, **options)
         for run, sequence in zip(references, sequences, strict=True):
@@ -358,9 +396,16 @@ class TestStories:
     # Bounds of the largest and of the root mean square error over all positions and the vocabulary, about twice what
     # was measured; the logits' own standard deviation is 7.6. The 16-bit types round queries and outputs as well. A
     # head of 8 channels averages little of the rounding out.
-    @pytest.mark.parametrize(("cache_dtype", "largest", "rms"), [
-        ("float16", 0.12, 0.012), ("bfloat16", 1.0, 0.1), ("int8", 1.1, 0.13), ("float8e4m3fn", 7.0, 0.8),
-        ("int4", 20.0, 2.4)])
+    @pytest.mark.parametrize(
+        ("cache_dtype", "largest", "rms"),
+        [
+            ("float16", 0.12, 0.012),
+            ("bfloat16", 1.0, 0.1),
+            ("int8", 1.1, 0.13),
+            ("float8e4m3fn", 7.0, 0.8),
+            ("int4", 20.0, 2.4),
+        ],
+    )
     def test_logits_error_of_smaller_caches(self, logits_of, record_property, cache_dtype, largest, rms):
         error = np.concatenate(logits_of(cache_dtype)) - np.concatenate(logits_of("float32"))
         measured = float(np.abs(error).max()), float(np.sqrt(np.mean(error**2)))
@@ -370,12 +415,14 @@ class TestStories:
         assert 0 < measured[1] < rms
 
     @pytest.mark.parametrize("cache_dtype", ["float16", "int8", "float8e4m3fn"])
-    def test_smaller_caches_answer_alike_up_to_the_first_close_call(self, stories, references, scales_of, logits_of,
-                                                                    cache_dtype):
+    def test_smaller_caches_answer_alike_up_to_the_first_close_call(
+        self, stories, references, scales_of, logits_of, cache_dtype
+    ):
         """A choice can turn only where the margin is below twice the logits' error."""
         _, sequences = tell(stories, references, num_blocks=64, cache_dtype=cache_dtype, scales=scales_of(cache_dtype))
-        for run, sequence, exact, other in zip(references, sequences, logits_of("float32"), logits_of(cache_dtype),
-                                               strict=True):
+        for run, sequence, exact, other in zip(
+            references, sequences, logits_of("float32"), logits_of(cache_dtype), strict=True
+        ):
             error = np.abs(other - exact).max(axis=1)[len(run["prompt_ids"]) - 1 :]
             close = np.flatnonzero(np.array(run["margins"]) <= 2 * error)
             first = close[0] if close.size else len(run["ids"])
@@ -393,14 +440,40 @@ class TestStories:
 
     def test_command_line_streams_a_single_text(self, references, capsys):
         run = references[2]
-        command.main(["--checkpoint", str(CHECKPOINT), "--tokenizer", str(TOKENIZER), "--prompt", run["prompt"],
-                      "--max-new-tokens", "200", "--block-size", "32", "--chunk-size", "3"])
+        command.main(
+            [
+                "--checkpoint",
+                str(CHECKPOINT),
+                "--tokenizer",
+                str(TOKENIZER),
+                "--prompt",
+                run["prompt"],
+                "--max-new-tokens",
+                "200",
+                "--block-size",
+                "32",
+                "--chunk-size",
+                "3",
+            ]
+        )
         assert capsys.readouterr().out.startswith(run["text"] + "\n")
 
     @pytest.mark.parametrize("cache_dtype", ["float16", "bfloat16", "int8", "float8e4m3fn", "int4"])
     def test_command_line_takes_every_cache_dtype(self, cache_dtype, capsys):
-        command.main(["--checkpoint", str(CHECKPOINT), "--tokenizer", str(TOKENIZER), "--prompt", "Once upon a time",
-                      "--max-new-tokens", "12", "--cache-dtype", cache_dtype])
+        command.main(
+            [
+                "--checkpoint",
+                str(CHECKPOINT),
+                "--tokenizer",
+                str(TOKENIZER),
+                "--prompt",
+                "Once upon a time",
+                "--max-new-tokens",
+                "12",
+                "--cache-dtype",
+                cache_dtype,
+            ]
+        )
         assert capsys.readouterr().out.startswith("Once upon a time")
 
 
@@ -408,8 +481,15 @@ class TestStories:
 
 
 def test_it_runs_from_the_repository_root_without_arguments():
-    result = subprocess.run([sys.executable, "examples/continuous_batching/run.py"], cwd=ROOT, capture_output=True,
-                            text=True, timeout=120, check=True, env={"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"})
+    result = subprocess.run(
+        [sys.executable, "examples/continuous_batching/run.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"},
+    )
     for row in ("requests", "tokens generated", "tokens/s", "time to first token", "block use", "preemptions"):
         assert row in result.stdout
 
@@ -428,7 +508,7 @@ def test_rich_display_shows_progress_and_growing_text(monkeypatch, capsys):
     with display.display(engine, 3) as view:
         assert isinstance(view, display.RichDisplay)
         for fresh in iter(engine.step, []):
-            view.update(len(fresh), {1: "the last words"})
+            view.update(len(fresh), lambda: {1: "the last words"})
     printed = capsys.readouterr().err
     assert "the last words" in printed
     assert "3/3" in printed
@@ -440,16 +520,20 @@ def test_plain_display_writes_a_line_a_second(monkeypatch, capsys):
     monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
     view = display.PlainDisplay(engine, 10)
     for _ in range(4):
-        view.update(2, {})
+        view.update(2, dict)
     assert capsys.readouterr().err.splitlines() == [
-        f"{done}/10 tokens: 0 running, 0 waiting, 0 of 7 blocks used, 0 cached" for done in (4, 8)]
+        f"{done}/10 tokens: 0 running, 0 waiting, 0 of 7 blocks used, 0 cached" for done in (4, 8)
+    ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--prompt", "x"], "--prompt needs --checkpoint and --tokenizer"),
-    (["--checkpoint", "model.bin"], "--checkpoint and --tokenizer go together"),
-    (["--cache-dtype", "uint4"], "invalid choice: 'uint4'"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x"], "--prompt needs --checkpoint and --tokenizer"),
+        (["--checkpoint", "model.bin"], "--checkpoint and --tokenizer go together"),
+        (["--cache-dtype", "uint4"], "invalid choice: 'uint4'"),
+    ],
+)
 def test_senseless_arguments_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
         command.main(arguments)

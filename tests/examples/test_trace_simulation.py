@@ -24,8 +24,10 @@ def trace(name: str) -> list[tuple[float, int, int]]:
     with path.open(newline="") as file:
         rows = [row for _, row in zip(range(REQUESTS), csv.DictReader(file), strict=False)]
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
-    return [((time - times[0]).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-            for time, row in zip(times, rows, strict=True)]
+    return [
+        ((time - times[0]).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        for time, row in zip(times, rows, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("window", [None, 512])
@@ -33,8 +35,9 @@ def trace(name: str) -> list[tuple[float, int, int]]:
 def test_every_request_of_a_trace_is_served(name, num_blocks, window, record_property):
     requests = trace(name)
     pool = BlockPool(num_blocks)
-    scheduler = Scheduler(pool, BLOCK_SIZE, max_length=1 << 20, max_batch_tokens=1024, chunk_size=512, max_running=64,
-                          window=window)
+    scheduler = Scheduler(
+        pool, BLOCK_SIZE, max_length=1 << 20, max_batch_tokens=1024, chunk_size=512, max_running=64, window=window
+    )
     pending, sequences, used, now, steps = list(requests), [], [], 0.0, 0
     while pending or scheduler.has_work:
         if not scheduler.has_work:
@@ -61,8 +64,10 @@ def test_every_request_of_a_trace_is_served(name, num_blocks, window, record_pro
     assert pool.available == num_blocks
     preemptions = sum(sequence.preemptions for sequence, _ in sequences)
     record_property("steps, mean use of blocks, preemptions", (steps, float(np.mean(used)), preemptions))
-    print(f"{name}, {num_blocks} blocks, window {window}: {steps} steps, mean use {np.mean(used):.0%}, "
-          f"largest {np.max(used):.0%}, {preemptions} preemptions")
+    print(
+        f"{name}, {num_blocks} blocks, window {window}: {steps} steps, mean use {np.mean(used):.0%}, "
+        f"largest {np.max(used):.0%}, {preemptions} preemptions"
+    )
     if window is None and num_blocks == 6000:
         assert preemptions == 0, "the pool has room for all, and still somebody had to leave"
     if window is not None:

@@ -25,17 +25,45 @@ sys.path.insert(0, str(EXAMPLE))  # where the example's files find each other
 
 import display  # noqa: E402
 import run as command  # noqa: E402
-from engine import Engine, calibrate, sample  # noqa: E402
+from engine import Engine, calibrate_scales, sample  # noqa: E402
 from kv_cache import KVCache, Scales  # noqa: E402
 from model import Config, Llama, Weights, load_llama2c, random_model  # noqa: E402
 from scheduler import RequestError, Scheduler, Step  # noqa: E402
 from sequence import Sequence, Status  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
-__all__ = ["DATA", "EXAMPLE", "ROOT", "Config", "Engine", "KVCache", "Llama", "RecallModel", "RequestError", "Scales",
-           "Scheduler", "Sequence", "Status", "Step", "Tokenizer", "Weights", "audit", "calibrate", "cells", "command",
-           "display", "drain", "greedy", "load_llama2c", "poison", "prefix_keys", "random_model", "recall", "run_step",
-           "sample"]
+__all__ = [
+    "DATA",
+    "EXAMPLE",
+    "ROOT",
+    "Config",
+    "Engine",
+    "KVCache",
+    "Llama",
+    "RecallModel",
+    "RequestError",
+    "Scales",
+    "Scheduler",
+    "Sequence",
+    "Status",
+    "Step",
+    "Tokenizer",
+    "Weights",
+    "audit",
+    "calibrate_scales",
+    "cells",
+    "command",
+    "display",
+    "drain",
+    "greedy",
+    "load_llama2c",
+    "poison",
+    "prefix_keys",
+    "random_model",
+    "recall",
+    "run_step",
+    "sample",
+]
 
 PRIME = 1048573  # hashes are exact in float32
 VOCAB = 64
@@ -58,8 +86,9 @@ class RecallModel:
 
     def __init__(self, window: int | None = None, max_length: int = 2048) -> None:
         self.xp = np
-        self.config = SimpleNamespace(num_layers=1, kv_num_heads=1, head_size=8, max_length=max_length, window=window,
-                                      vocab_size=VOCAB)
+        self.config = SimpleNamespace(
+            num_layers=1, kv_num_heads=1, head_size=8, max_length=max_length, window=window, vocab_size=VOCAB
+        )
 
     def forward(self, tokens: np.ndarray, batch: Batch, cache: KVCache, rows: np.ndarray) -> np.ndarray:
         layers = [stored[..., 0, 0] for stored in cache.layers[0]]

@@ -43,8 +43,10 @@ def test_fixed_capacity_pads_with_what_the_operator_ignores():
     assert batch.query_positions.tolist() == [17, 18, 19, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("capacity", "name"), [({"batch_size": 1}, "batch_size"), ({"token_count": 3}, "token_count"),
-                                                ({"max_blocks": 1}, "max_blocks")])
+@pytest.mark.parametrize(
+    ("capacity", "name"),
+    [({"batch_size": 1}, "batch_size"), ({"token_count": 3}, "token_count"), ({"max_blocks": 1}, "max_blocks")],
+)
 def test_too_small_a_capacity_is_refused(capacity, name):
     tables = tables_of(20, 2)
     with pytest.raises(InvalidArgumentError, match=f"{name}: expected a capacity of at least"):

@@ -132,8 +132,14 @@ def test_unregistered_content_is_not_found():
 
 def test_content_keys_tell_order_position_and_root_apart():
     root = content_key(b"", [1, 2])
-    keys = [root, content_key(b"", [2, 1]), content_key(root, [1, 2]), content_key(b"adapter", [1, 2]),
-            content_key(b"", [1, 2, 0]), content_key(b"", [12])]
+    keys = [
+        root,
+        content_key(b"", [2, 1]),
+        content_key(root, [1, 2]),
+        content_key(b"adapter", [1, 2]),
+        content_key(b"", [1, 2, 0]),
+        content_key(b"", [12]),
+    ]
     assert len(set(keys)) == len(keys)
     assert content_key(b"", np.array([1, 2], np.int32)) == root
 

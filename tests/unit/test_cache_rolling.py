@@ -17,8 +17,11 @@ def quantization(cache_dtype: str, per_channel: bool) -> dict:
         return {}
     scale = np.full((KV_HEADS, 1, SIZE) if per_channel else (1,), 0.03, np.float32)
     kind = "PER_CHANNEL" if per_channel else "PER_TENSOR"
-    return {f"{name}_{what}": value for name in "kv"
-            for what, value in (("scale", scale), ("quant_type", kind), ("cache_dtype", cache_dtype))}
+    return {
+        f"{name}_{what}": value
+        for name in "kv"
+        for what, value in (("scale", scale), ("quant_type", kind), ("cache_dtype", cache_dtype))
+    }
 
 
 class Run:
@@ -39,9 +42,17 @@ class Run:
     def step(self, counts: tuple[int, ...], qkv: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
         for table, count in zip(self.tables, counts, strict=True):
             table.append(count)
-        result = paged_attention(qkv, None, None, *self.caches,
-                                 **assemble(list(zip(self.tables, counts, strict=True))).inputs, num_heads=HEADS,
-                                 kv_num_heads=KV_HEADS, return_lse=True, **options)
+        result = paged_attention(
+            qkv,
+            None,
+            None,
+            *self.caches,
+            **assemble(list(zip(self.tables, counts, strict=True))).inputs,
+            num_heads=HEADS,
+            kv_num_heads=KV_HEADS,
+            return_lse=True,
+            **options,
+        )
         return result.output, result.lse
 
 

@@ -199,5 +199,10 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=200, stateful_step_count=60, deadline=None, derandomize=True,
-                                suppress_health_check=[HealthCheck.too_slow])
+TestMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -8,8 +8,9 @@ from pagedattn.cache import BlockPool, BlockTable, OutOfBlocksError, window_bloc
 from tests.support.serving import audit, prefix_keys
 
 
-def table_of(length: int, pool: BlockPool | None = None, block_size: int = 4, chunk: int | None = None,
-             **options) -> BlockTable:
+def table_of(
+    length: int, pool: BlockPool | None = None, block_size: int = 4, chunk: int | None = None, **options
+) -> BlockTable:
     table = BlockTable(pool or BlockPool(32), block_size, **options)
     while table.length < length:
         table.append(min(chunk or length, length - table.length))
@@ -282,8 +283,9 @@ class TestWindow:
         table = table_of(24, window=4, chunk=1)  # the last append, at 23, kept positions from 20 on
         assert table.oldest_resident == 20
         table.truncate(23)
-        with pytest.raises(InvalidArgumentError, match="a token at position 22 sees positions from 19 on, "
-                                                       "but those below 20 are gone"):
+        with pytest.raises(
+            InvalidArgumentError, match="a token at position 22 sees positions from 19 on, but those below 20 are gone"
+        ):
             table.truncate(22)
         assert table.length == 23
 
@@ -323,8 +325,11 @@ class TestRing:
         assert table.append_limit == 8
         table.append(8)
         assert table.append_limit == 5
-        with pytest.raises(InvalidArgumentError, match=r"append: 6 tokens at position 8 would overwrite keys inside "
-                                                       r"the window of 4.*takes at most 5 now"):
+        with pytest.raises(
+            InvalidArgumentError,
+            match=r"append: 6 tokens at position 8 would overwrite keys inside "
+            r"the window of 4.*takes at most 5 now",
+        ):
             table.append(6)
         assert table.length == 8
         table.append(5)

@@ -33,8 +33,9 @@ from tests.support.serving import (
     run_step,
 )
 
-CONFIG = Config(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, kv_num_heads=2, vocab_size=64,
-                max_length=512)
+CONFIG = Config(
+    hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, kv_num_heads=2, vocab_size=64, max_length=512
+)
 
 
 def tables(engine: Engine) -> list[BlockTable]:
@@ -63,14 +64,24 @@ class PositionCache:
         positions = np.arange(table.length - count, table.length, dtype=np.float32)
         value = np.repeat(positions[:, None], 8, axis=1)
         zero = np.zeros((count, 8), np.float32)
-        result = paged_attention(zero, zero, value, *self.caches, **assemble([(table, count)]).inputs, num_heads=1,
-                                 kv_num_heads=1, local_window_size=self.window)
+        result = paged_attention(
+            zero,
+            zero,
+            value,
+            *self.caches,
+            **assemble([(table, count)]).inputs,
+            num_heads=1,
+            kv_num_heads=1,
+            local_window_size=self.window,
+        )
         return result.output[:, 0]
 
 
 class TestB37WindowBlocksFreedWhileAChunkStillNeedsThem:
-    @pytest.mark.parametrize(("window", "block_size", "prompt", "chunk"),
-                             [(6, 4, 20, 8), (1, 4, 20, 8), (5, 4, 33, 3), (9, 8, 64, 16), (4, 4, 12, 1)])
+    @pytest.mark.parametrize(
+        ("window", "block_size", "prompt", "chunk"),
+        [(6, 4, 20, 8), (1, 4, 20, 8), (5, 4, 33, 3), (9, 8, 64, 16), (4, 4, 12, 1)],
+    )
     def test_scheduler_with_the_smallest_pool(self, window, block_size, prompt, chunk):
         most = window_blocks(window, block_size, chunk)
         engine = Engine(RecallModel(window), most, block_size, chunk_size=chunk)
@@ -108,9 +119,17 @@ class TestB37WindowBlocksFreedWhileAChunkStillNeedsThem:
             outputs = []
             for table, cache in ((evicting, caches[0]), (keeping, caches[1])):
                 table.append(count)
-                outputs.append(paged_attention(qkv, **cache.inputs(0), **assemble([(table, count)]).inputs,
-                                               num_heads=4, kv_num_heads=2, head_sink=sink,
-                                               local_window_size=window).output)
+                outputs.append(
+                    paged_attention(
+                        qkv,
+                        **cache.inputs(0),
+                        **assemble([(table, count)]).inputs,
+                        num_heads=4,
+                        kv_num_heads=2,
+                        head_sink=sink,
+                        local_window_size=window,
+                    ).output
+                )
             assert np.isfinite(outputs[0]).all()
             assert np.array_equal(*outputs)
             assert len(evicting.blocks) <= window_blocks(window, 16, count)
@@ -261,8 +280,11 @@ class TestB88BlocksLeakOnSomeWayOut:
                     engine.step()
                 engine.model.forward = forward
                 seen["failed"] += 1
-                assert all(sequence.table.length == lengths[sequence]
-                           for sequence in engine.scheduler.running if sequence in lengths)
+                assert all(
+                    sequence.table.length == lengths[sequence]
+                    for sequence in engine.scheduler.running
+                    if sequence in lengths
+                )
             running = engine.scheduler.running
             assert all((sequence.status is Status.RUNNING) == (sequence in running) for sequence in live)
             audit(engine.pool, [sequence.table for sequence in running])
@@ -326,8 +348,11 @@ class Ledger:
             owner = {}
             for sequence, count in step.entries:
                 request, table = engine.sequences.index(sequence), sequence.table
-                for position, slot in zip(range(table.length - count, table.length),
-                                          table.slots(table.length - count, table.length).tolist(), strict=True):
+                for position, slot in zip(
+                    range(table.length - count, table.length),
+                    table.slots(table.length - count, table.length).tolist(),
+                    strict=True,
+                ):
                     block = slot // table.block_size
                     assert owner.setdefault(block, request) == request, f"block {block} has two writers in one step"
                     assert engine.pool.references(block) == 1, f"block {block} is written while it is shared"
@@ -367,8 +392,13 @@ class TestB89FreedBlockSurvivesAPreemption:
         assert (first.new_tokens, second.new_tokens) == (recall([1] * 7, 8), recall([2] * 7, 8))
 
     @settings(max_examples=40, deadline=None, derandomize=True)
-    @given(num_blocks=st.integers(8, 14), chunk=st.integers(1, 9), caching=st.booleans(), seed=st.integers(0, 99),
-           lengths=st.lists(st.integers(1, 16), min_size=3, max_size=6))
+    @given(
+        num_blocks=st.integers(8, 14),
+        chunk=st.integers(1, 9),
+        caching=st.booleans(),
+        seed=st.integers(0, 99),
+        lengths=st.lists(st.integers(1, 16), min_size=3, max_size=6),
+    )
     def test_any_mix_answers_as_without_pressure(self, num_blocks, chunk, caching, seed, lengths):
         rng = np.random.default_rng(seed)
         engine = Engine(RecallModel(), num_blocks, 4, chunk_size=chunk, prefix_caching=caching)
@@ -426,9 +456,13 @@ class TestB91PreemptionNeverMakesProgress:
         assert ends == sorted(ends)
 
     @settings(max_examples=60, deadline=None, derandomize=True)
-    @given(num_blocks=st.integers(1, 9), chunk=st.integers(1, 8), running=st.integers(1, 6),
-           shapes=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 16)), min_size=1, max_size=8),
-           window=st.sampled_from([None, 3, 8]))
+    @given(
+        num_blocks=st.integers(1, 9),
+        chunk=st.integers(1, 8),
+        running=st.integers(1, 6),
+        shapes=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 16)), min_size=1, max_size=8),
+        window=st.sampled_from([None, 3, 8]),
+    )
     def test_whatever_is_accepted_finishes(self, num_blocks, chunk, running, shapes, window):
         engine = Engine(RecallModel(window), num_blocks, 4, chunk_size=chunk, max_running=running, max_batch_tokens=16)
         poison(engine.pool, engine.cache)
@@ -478,16 +512,28 @@ class TestB92PromptFullyCoveredByThePrefixCache:
     @pytest.mark.parametrize("owner_is_decoding", [True, False])
     def test_something_is_left_to_run_and_shared_blocks_keep_their_bytes(self, lengths, others, owner_is_decoding):
         text = random_prompt(np.random.default_rng(0), 9)
-        self.check(RecallModel(), lambda prompt: recall(prompt, 6), 4, [text[:length] for length in lengths], others,
-                   owner_is_decoding)
+        self.check(
+            RecallModel(),
+            lambda prompt: recall(prompt, 6),
+            4,
+            [text[:length] for length in lengths],
+            others,
+            owner_is_decoding,
+        )
 
     @pytest.mark.parametrize("others", [0, 2])
     @pytest.mark.parametrize("lengths", [(32, 32), (32, 33), (32, 31)])
     def test_operator(self, lengths, others):
         model = random_model(CONFIG, 0)
         text = random_prompt(np.random.default_rng(0), 33)
-        self.check(model, lambda prompt: greedy(model, prompt, 6), 16, [text[:length] for length in lengths], others,
-                   owner_is_decoding=True)
+        self.check(
+            model,
+            lambda prompt: greedy(model, prompt, 6),
+            16,
+            [text[:length] for length in lengths],
+            others,
+            owner_is_decoding=True,
+        )
 
     def check(self, model, answer, block_size, prompts, others, owner_is_decoding):
         engine = Engine(model, 32, block_size)
@@ -654,8 +700,10 @@ class TestB97LastGeneratedTokenMissingWhenASessionContinues:
         assert session.length == whole.length == len(tokens) - 1
         for pair, other in zip(caches[0].layers, caches[1].layers, strict=True):
             for cache, other_cache in zip(pair, other, strict=True):
-                kept, fresh = (array.reshape(-1, *array.shape[2:])[table.slots(0, table.length)]
-                               for array, table in ((cache, session), (other_cache, whole)))
+                kept, fresh = (
+                    array.reshape(-1, *array.shape[2:])[table.slots(0, table.length)]
+                    for array, table in ((cache, session), (other_cache, whole))
+                )
                 assert np.allclose(kept, fresh, rtol=0, atol=1e-4)
 
     @pytest.mark.parametrize("generated", [11, 12, 20])
