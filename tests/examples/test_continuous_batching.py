@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -276,6 +277,31 @@ def test_an_aborted_request_leaves_the_others_alone():
         assert sequence.new_tokens == expected[: len(sequence.new_tokens)]
         assert sequence.status is Status.ABORTED or len(sequence.new_tokens) == 15
     audit(engine.pool, [])
+
+
+@pytest.mark.parametrize("cache_dtype", ["float16", "int8"])
+def test_another_array_module_takes_the_place_of_numpy(cache_dtype):
+    """As CuPy does: arrays made through ``xp`` only, 16-bit activations, logits fetched with ``asnumpy``."""
+    fetched = []
+
+    class Other(ModuleType):
+        def __getattr__(self, name: str):
+            return getattr(np, name)
+
+        def asnumpy(self, array: np.ndarray) -> np.ndarray:
+            fetched.append(array.shape)
+            return array
+
+    requests = prompts(3, seed=2)
+    model = random_model(CONFIG, 0, Other("other"))
+    scales = calibrate_scales(model, requests, cache_dtype, 20) if cache_dtype == "int8" else None
+    engine = Engine(model, cache_dtype=cache_dtype, scales=scales)
+    assert engine.cache.io.name == "float16"
+    sequences = [engine.add(prompt, 20) for prompt in requests]
+    drain(engine)
+    assert all(columns == CONFIG.vocab_size for _, columns in fetched)
+    assert len(fetched) >= engine.steps
+    assert all(len(sequence.new_tokens) == 20 for sequence in sequences)
 
 
 def test_stop_tokens_end_a_text_after_themselves():
