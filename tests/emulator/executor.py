@@ -23,6 +23,7 @@ import functools
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -220,9 +221,20 @@ class EmulatorExecutor:
         if address is not None:
             lines[0] += self._whose(function, address, params)
         explained: list[str] = []
-        for is_frame, group in itertools.groupby(lines, lambda line: line.startswith("  frame ")):
-            explained += _source_lines(function, [line.split()[1:] for line in group], self.sources.root) if is_frame else group
+        for is_stack, group in itertools.groupby(lines, lambda line: line.startswith("  frame ")):
+            part = list(group)
+            explained += self._source_lines(function, [line.split()[1:] for line in part]) if is_stack else part
         return f"{function.name}: " + "\n".join(explained)
+
+    def _source_lines(self, function: Function, frames: list[list[str]]) -> list[str]:
+        """Turn frames inside the kernel into "  function at file:line", inlined calls included."""
+        offsets = [f"{int(offset, 16) - 1:#x}" for path, offset in frames if path == function.library._name]
+        command = ["addr2line", "-Cfipe", function.library._name, *offsets]
+        if not offsets or shutil.which(command[0]) is None:
+            return [f"  {function.library._name} {offset}" for offset in offsets]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        lines = [line for line in output.splitlines() if not re.search(f"emulator_entry|{toolchain.INCLUDE}", line)]
+        return [f"  {re.sub('^ ?.inlined by. ', '', line).replace(f'{self.sources.root}/', '')}" for line in lines]
 
     def _whose(self, function: Function, address: int, params: bytes) -> str:
         near = memory.nearest(address)
@@ -248,7 +260,8 @@ class _SanitizerReports:
         self._read: dict[Path, int] = {}
         for path in {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "san.so" in line}:
             prefix = f"{self._directory.name}/{Path(path).name}"
-            getattr(ctypes.CDLL(path), "__sanitizer_set_report_path")(prefix.encode())  # noqa: B009  (mangled else)
+            redirect = ctypes.CDLL(path)["__sanitizer_set_report_path"]
+            redirect(prefix.encode())
 
     def take(self) -> str:
         """Reports since the last call."""
@@ -273,20 +286,3 @@ def _pointers(record: Any, prefix: str = "") -> list[tuple[str, int]]:
         elif kind == np.uint64:
             found.append((prefix + name, int(value)))
     return found
-
-
-def _source_lines(function: Function, frames: list[list[str]], root: Path) -> list[str]:
-    """Turn frames inside the kernel into "  function at file:line", inlined calls included."""
-    offsets = [f"{int(offset, 16) - 1:#x}" for path, offset in frames if path == function.library._name]
-    if not offsets:
-        return []
-    command = ["addr2line", "-Cfipe", function.library._name, *offsets]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    except FileNotFoundError:
-        return [f"  {function.library._name} {offset}" for offset in offsets]
-    lines = []
-    for line in output.splitlines():
-        if "emulator_entry" not in line and str(toolchain.INCLUDE) not in line:
-            lines.append("  " + re.sub(r"^ ?\(inlined by\) ", "", line.strip()).replace(f"{root}/", ""))
-    return lines

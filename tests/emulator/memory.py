@@ -27,6 +27,7 @@ class Block(mmap.mmap):
 
     start: int
     nbytes: int
+    gaps: tuple[slice, slice]  # between the guard pages and the buffer, in bytes of the pages
 
     @classmethod
     def allocate(cls, nbytes: int, at_start: bool = False) -> Block:
@@ -39,9 +40,9 @@ class Block(mmap.mmap):
             alignment //= 2
         offset = _PAGE if at_start else _PAGE + body - _round_up(nbytes, alignment)
         block.start, block.nbytes = first + offset, nbytes
-        block._gaps = (slice(_PAGE, offset), slice(offset + nbytes, _PAGE + body))
+        block.gaps = (slice(_PAGE, offset), slice(offset + nbytes, _PAGE + body))
         _sanitizer("unpoison", first, len(block))
-        for gap in block._gaps:
+        for gap in block.gaps:
             pages[gap] = _PATTERN
             _sanitizer("poison", first + gap.start, gap.stop - gap.start)
         for guard in (first, first + _PAGE + body):
@@ -51,13 +52,14 @@ class Block(mmap.mmap):
         return block
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        offset = self._gaps[1].start - self.nbytes
-        return np.frombuffer(self, np.uint8, self.nbytes, offset).view(dtype).reshape(shape)
+        offset = self.gaps[1].start - self.nbytes
+        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, self, offset)
+        return array
 
     def damage(self) -> str | None:
         """What a kernel wrote around the buffer, or None."""
         pages = np.frombuffer(self, np.uint8)
-        for gap, side in zip(self._gaps, ("before", "past the end of"), strict=True):
+        for gap, side in zip(self.gaps, ("before", "past the end of"), strict=True):
             wrong = np.flatnonzero(pages[gap] != _PATTERN)
             if wrong.size:
                 distance = gap.stop - gap.start - int(wrong[-1]) if side == "before" else int(wrong[0])
@@ -85,20 +87,18 @@ def zeros(shape: int | tuple[int, ...], dtype: Any, at_start: bool = False) -> n
 
 def upload(array: np.ndarray[Any, Any], at_start: bool = False) -> np.ndarray[Any, Any]:
     """Copy an array into guarded memory, with the same strides; bytes between its elements come along."""
-    low, high = np.lib.array_utils.byte_bounds(array) if array.size else (0, 0)
-    block = Block.allocate(high - low, at_start)
-    if high > low:
-        ctypes.memmove(block.start, low, high - low)
-    whole = block.array((high - low,), np.dtype(np.uint8))
-    origin = array.__array_interface__["data"][0] - low if array.size else 0
-    return np.ndarray(array.shape, array.dtype, whole, origin, array.strides)
+    first, end = _extent(array)
+    block = Block.allocate(end - first, at_start)
+    ctypes.memmove(block.start, pointer(array) + first, end - first)
+    whole = block.array((end - first,), np.dtype(np.uint8))
+    copy: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype, whole, -first, array.strides)
+    return copy
 
 
 def download(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
     """Copy what :func:`upload` made of ``target`` back over it, the bytes between its elements included."""
-    if source.size:
-        low, high = np.lib.array_utils.byte_bounds(source)
-        ctypes.memmove(np.lib.array_utils.byte_bounds(target)[0], low, high - low)
+    first, end = _extent(source)
+    ctypes.memmove(pointer(target) + first, pointer(source) + first, end - first)
 
 
 def pointer(array: np.ndarray[Any, Any] | None) -> int:
@@ -114,15 +114,25 @@ def is_guarded(array: np.ndarray[Any, Any]) -> bool:
 
 def nearest(address: int) -> tuple[Block, int] | None:
     """The buffer nearest to an address and the bytes from its start, if they are close."""
-    best = min(list(_blocks.values()), key=lambda b: max(b.start - address, address - b.start - b.nbytes, 0), default=None)
-    if best is None or not -(1 << 20) < address - best.start < best.nbytes + (1 << 20):
-        return None
-    return best, address - best.start
+
+    def distance(block: Block) -> int:
+        return max(block.start - address, address - block.start - block.nbytes, 0)
+
+    best = min(list(_blocks.values()), key=distance, default=None)
+    return None if best is None or distance(best) > 1 << 20 else (best, address - best.start)
 
 
 def damage() -> str | None:
     """What the last launch wrote around some buffer, or None."""
     return next(filter(None, (block.damage() for block in list(_blocks.values()))), None)
+
+
+def _extent(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Bytes that an array spans, relative to its first element; (0, 0) when it has none."""
+    if not array.size:
+        return 0, 0
+    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    return sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + array.itemsize
 
 
 def _sanitizer(action: str, address: int, nbytes: int) -> None:

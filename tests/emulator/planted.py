@@ -56,9 +56,7 @@ def run(executor: EmulatorExecutor, fault: str, offset: int = 0, ctas: int = 2) 
     count = ctas * THREADS
     source = executor.upload(np.arange(1, count + 1, dtype=np.float32))
     target = executor.empty(count, np.float32)
-    packed = PARAMS.pack(
-        source=executor.pointer(source), target=executor.pointer(target), count=count, offset=offset
-    )
+    packed = PARAMS.pack(source=executor.pointer(source), target=executor.pointer(target), count=count, offset=offset)
     executor.launch(function, (ctas, 1, 1), THREADS, SHARED_BYTES, packed)
     return np.array(target)
 

@@ -40,7 +40,8 @@ def environment() -> dict[str, str]:
 
 
 def _library(compiler: str, name: str) -> str:
-    path = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    command = [compiler, f"-print-file-name={name}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not os.path.isabs(path):
         raise toolchain.ToolchainError(f"the sanitize mode needs {name}, which {compiler} does not have")
     return os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""The emulator itself: each word of the CUDA vocabulary means what the device's does, and each planted fault is found."""
+"""The emulator itself: each word of the CUDA vocabulary means what the device's does; each planted fault is found."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
 
 from pagedattn.errors import CompileError, UnsupportedError
 from pagedattn.jit.kernel import Kernel
@@ -59,10 +60,11 @@ def of_warp(values: np.ndarray) -> np.ndarray:
 
 def from_lane(lanes: np.ndarray, x: np.ndarray = X) -> np.ndarray:
     """What each thread reads from that lane of its warp."""
-    return x.reshape(4, 32)[np.arange(128) // 32, lanes]
+    picked: np.ndarray = x.reshape(4, 32)[np.arange(128) // 32, lanes]
+    return picked
 
 
-def signed(values: np.ndarray) -> np.ndarray:
+def signed(values: ArrayLike) -> np.ndarray:
     return np.asarray(values, np.int64).astype(np.uint32).view(np.int32)
 
 
@@ -75,7 +77,8 @@ def byte_permute(x: np.ndarray) -> np.ndarray:
 
 def rounded_codes(x: np.ndarray) -> np.ndarray:
     y = 0.5 * (x - 60)
-    return 8000 * (np.rint(y) + 100) + 40 * (np.floor(y) - np.ceil(y)) + np.trunc(y) + 1
+    codes: np.ndarray = 8000 * (np.rint(y) + 100) + 40 * (np.floor(y) - np.ceil(y)) + np.trunc(y) + 1
+    return codes
 
 
 UP8 = np.where(LANE % 8 >= 3, LANE - 3, LANE)
@@ -128,9 +131,8 @@ EXPECTED = {
 def run_word(device: EmulatorExecutor, word: str, threads: int = 128) -> tuple[np.ndarray, np.ndarray]:
     source, target = device.upload(X.astype(np.int32)), device.empty(128, np.int32)
     scratch = device.zeros(128, np.int32)
-    packed = VOCABULARY_PARAMS.pack(**{
-        name: device.pointer(array) for name, array in {"source": source, "target": target, "scratch": scratch}.items()
-    })
+    pointers = [device.pointer(array) for array in (source, target, scratch)]
+    packed = VOCABULARY_PARAMS.pack(source=pointers[0], target=pointers[1], scratch=pointers[2])
     device.launch(device.load(VOCABULARY, VocabularySpec(WORDS.index(word))), (1, 1, 1), threads, 0, packed)
     return target, scratch
 
@@ -187,7 +189,8 @@ def test_every_code_decodes_as_ml_dtypes_does(type_index: int) -> None:
     codes = np.arange(1 << 8 * dtype.itemsize)
     _, values = convert(ConversionsSpec(type_index, True), codes, np.zeros(codes.size))
     expected = codes.astype(f"u{dtype.itemsize}").view(dtype).astype(np.float32)
-    subnormal = (np.abs(expected) < np.finfo(np.float32).tiny) & (expected != 0)  # a kernel's float32 flushes these to 0
+    # Those that float32 holds as subnormals are 0 in a kernel.
+    subnormal = (np.abs(expected) < np.finfo(np.float32).tiny) & (expected != 0)
     expected[subnormal] = 0
     values = np.where(subnormal, 0, values)
     np.testing.assert_array_equal(values, expected)
@@ -201,8 +204,9 @@ def test_values_encode_as_ml_dtypes_does(type_index: int) -> None:
         exact = np.arange(1 << 8 * dtype.itemsize).astype(f"u{dtype.itemsize}").view(dtype).astype(np.float64)
         exact = np.unique(exact[np.isfinite(exact)])
         middle = ((exact[1:] + exact[:-1]) / 2).astype(np.float32)
-        values = np.concatenate([exact.astype(np.float32), middle, np.nextafter(middle, -np.inf), np.nextafter(middle, np.inf)])
-        values = np.concatenate([values, np.float32([np.inf, -np.inf, 1e30, -1e30])])
+        around = [np.nextafter(middle, -np.inf), middle, np.nextafter(middle, np.inf)]
+        beyond = np.array([np.inf, -np.inf, 1e30, -1e30], np.float32)
+        values = np.concatenate([exact.astype(np.float32), *around, beyond])
         values = values[(np.abs(values) >= np.finfo(np.float32).tiny) | (values == 0)]
         expected = values.astype(dtype).view(f"u{dtype.itemsize}")
     codes, _ = convert(ConversionsSpec(type_index, False), np.zeros(values.size), values)
@@ -261,7 +265,7 @@ FOUND_ALWAYS = {
 OFFSETS = {"kReadPastEnd": 1, "kReadBefore": 1, "kWritePastEnd": 130, "kDynamicSharedPastEnd": 1, "kMisaligned": 1}
 
 
-@pytest.mark.parametrize("seed", (0, 2))
+@pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("fault", FOUND_ALWAYS)
 def test_fault_is_found_and_placed(fault: str, seed: int) -> None:
     message = planted.message(executor(seed=seed), fault, OFFSETS.get(fault, 0))
@@ -276,7 +280,8 @@ def test_read_before_a_buffer_is_found_by_odd_seeds() -> None:
 
 
 def test_write_into_the_slack_around_a_buffer_is_found() -> None:
-    assert "write 0 bytes past the end of the 1024-byte buffer" in planted.message(executor(seed=1), "kWritePastEnd", 130)
+    message = planted.message(executor(seed=1), "kWritePastEnd", 130)
+    assert "write 0 bytes past the end of the 1024-byte buffer" in message
 
 
 def test_endless_loop_is_ended_and_placed() -> None:
@@ -312,7 +317,10 @@ def test_race_is_found_in_any_order(fault: str, seed: int) -> None:
     assert planted.line_of(fault) in message
 
 
-@pytest.mark.parametrize("word", ["kSyncthreads", "kNamedBarrier", "kArrive", "kAtomicShared", "kShflHalfWarp", "kAtomicCas"])
+ORDERED = ("kSyncthreads", "kNamedBarrier", "kArrive", "kAtomicShared", "kShflHalfWarp", "kAtomicCas")
+
+
+@pytest.mark.parametrize("word", ORDERED)
 def test_ordered_accesses_are_no_race(word: str) -> None:
     target, _ = run_word(executor("races", seed=2), word)
     np.testing.assert_array_equal(target, np.broadcast_to(EXPECTED[word], 128))
@@ -438,7 +446,7 @@ def test_empty_is_poison_and_aligned() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), 0])
-def test_empty_array_has_an_address(shape: object) -> None:
+def test_empty_array_has_an_address(shape: int | tuple[int, ...]) -> None:
     assert memory.zeros(shape, np.float32).size == 0
     assert memory.upload(np.zeros(shape, np.float32)).size == 0
 

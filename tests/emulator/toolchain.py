@@ -15,8 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
-RUNTIME_SOURCES = (HERE / "runtime.cpp", HERE / "collectives.cpp")
-RUNTIME_HEADERS = (HERE / "races.h",)
+RUNTIME = (HERE / "runtime.cpp", HERE / "collectives.cpp", HERE / "races.h")
 
 # Signed char, type punning and contraction are what NVRTC does; visibility and no-gnu-unique keep each kernel's static
 # shared memory its own.
@@ -30,12 +29,17 @@ _COMMON = (
     "-Wno-unknown-pragmas",
     "-Wno-attributes",
 )
+_LINES = ("-g1", "-gdwarf-4")  # for messages; addr2line misreads #line in version 5
 MODES = {
-    "plain": ("-O2", "-g1", "-gdwarf-4"),
+    "plain": ("-O2", *_LINES),
     "debug": ("-O0", "-g", "-gdwarf-4"),
     # Calls __tsan_read4 and the like, which are the runtime's own: libtsan takes no part.
-    "races": ("-O2", "-g1", "-gdwarf-4", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
-    "sanitize": ("-O1", "-g1", "-gdwarf-4", "-fsanitize=address,undefined", "-fsanitize-recover=all", "-fno-sanitize=vptr,null,pointer-overflow"),
+    "races": ("-O2", *_LINES, "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
+    # Guard pages find null and wild pointers, and checking for them would double the time to compile.
+    "sanitize": (
+        *("-O1", *_LINES, "-fsanitize=address,undefined", "-fsanitize-recover=all"),
+        "-fno-sanitize=vptr,null,pointer-overflow",
+    ),
 }
 
 
@@ -72,10 +76,9 @@ class Toolchain:
         """Digest of all that every build depends on but its flags: compiler, the emulator's files, the CUDA headers."""
         version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, check=True).stdout
         parts = [version, str(self.cuda_include)]
-        files = [path for path in sorted(INCLUDE.rglob("*")) if path.is_file()]
+        files = [*RUNTIME, *(path for path in sorted(INCLUDE.rglob("*")) if path.is_file())]
         files += [self.cuda_include / name for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")]
-        parts += [path.read_text(encoding="utf-8", errors="replace") for path in (*files, *RUNTIME_HEADERS, *RUNTIME_SOURCES)]
-        return _digest(*parts)
+        return _digest(*parts, *(path.read_text(encoding="utf-8", errors="replace") for path in files))
 
     @functools.cached_property
     def runtime(self) -> Path:
@@ -83,8 +86,9 @@ class Toolchain:
         optimize = MODES["debug"] if self.mode == "debug" else (*MODES["plain"], "-O3")
         flags = (*_COMMON, *_machine_flags(), *optimize, "-Wall", "-Wextra", "-pthread")
         target = self.cache / f"runtime-{_digest(self.digest, *flags)[:16]}.so"
-        includes = ("-I", str(INCLUDE), "-isystem", str(self.cuda_include))
-        arguments = (*flags, *includes, *map(str, RUNTIME_SOURCES), "-shared", "-Wl,-Bsymbolic", f"-Wl,-soname,{target.name}")
+        sources = [str(path) for path in RUNTIME if path.suffix == ".cpp"]
+        link = ("-shared", "-Wl,-Bsymbolic", f"-Wl,-soname,{target.name}")
+        arguments = (*flags, *self._includes, *sources, *link)
         return self._build(target, arguments, HERE)
 
     @functools.cached_property
@@ -95,8 +99,8 @@ class Toolchain:
         directory.mkdir(parents=True, exist_ok=True)
         if not header.exists():
             _write(header, "#include <emulator/cuda.h>\n")
-        includes = ("-I", str(INCLUDE), "-isystem", str(self.cuda_include))
-        self._build(directory / "cuda.h.gch", (*self.flags, *includes, "-x", "c++-header", str(header)), directory)
+        arguments = (*self.flags, *self._includes, "-x", "c++-header", str(header))
+        self._build(directory / "cuda.h.gch", arguments, directory)
         return header
 
     def kernel(self, name: str, text: str, include_dir: Path, directory: Path) -> Path:
@@ -122,13 +126,16 @@ class Toolchain:
         prelude = self.prelude
         arguments = (
             *self.flags,
-            *("-include", str(prelude), "-I", str(INCLUDE), "-I", str(include_dir), "-isystem", str(self.cuda_include)),
-            *("-x", "c++", str(source)),
+            *("-include", str(prelude), *self._includes, "-I", str(include_dir), "-x", "c++", str(source)),
         )
         if self.mode != "races":
             return self._build(target, (*arguments, *self._link()), directory)
         compiled = self._build(target.with_suffix(".o"), (*arguments, "-c"), directory)
         return self._build(target, (str(compiled), *self._link()), directory)  # without libtsan
+
+    @property
+    def _includes(self) -> tuple[str, ...]:
+        return ("-I", str(INCLUDE), "-isystem", str(self.cuda_include))
 
     def _link(self) -> tuple[str, ...]:
         return ("-x", "none", "-shared", str(self.runtime), f"-Wl,-rpath,{self.cache}")
