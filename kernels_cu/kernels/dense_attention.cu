@@ -76,7 +76,7 @@ __device__ __forceinline__ void write_output_qk(const DenseParams& p, const floa
       for (int i = 2 * half; i < 2 * half + 2; ++i) {
         const int column = key + key_in_tile(n, i);
         if (column >= p.max_context_len) continue;
-        const bool admitted = rows.rules[half].keys.contains(column) && (mapped >> (n / 2) & 1u);
+        const bool admitted = rows.keys[half].contains(column) && (mapped >> (n / 2) & 1u);
         const float shown = p.qk_output == 1 ? kLn2 * scores[n][i] : results[half].factor * rows.state[half].weight(scores[n][i]);
         g_row[column] = from_float<element_t<S.qk>>(admitted ? shown : 0.0f);
       }
@@ -111,12 +111,12 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) dense_attention(c
       });
   const float factor = p.rules.scale * key_scale;
   WideRows<W> rows;
-  begin_rows(rows, tile, p.sequences, p.rules, keys.some, first_head);
+  begin_rows(rows, tile, p.sequences, p.rules, keys.some);
 
   for (int i = 0; i < tiles.count; ++i) {
     tiles.advance(i);
     float scores[1][D::kNTiles][4];
-    if (D::has_scores()) wide_scores(scores, rows, tiles, i, p.rules, factor, keys.every);
+    if (D::has_scores()) wide_scores(scores, rows, tiles, i, p.rules, factor, keys.every, tile, first_head);
     wide_softmax(scores, rows);
     wide_values(rows, tiles, i, keys.differ() && !tiles.is_open(i, keys.every));
   }
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) dense_attention(c
       again.advance(i);
       if (!D::has_scores()) continue;
       float scores[1][D::kNTiles][4];
-      wide_scores(scores, rows, again, i, p.rules, factor, keys.every);
+      wide_scores(scores, rows, again, i, p.rules, factor, keys.every, tile, first_head);
       write_output_qk<S>(p, scores[0], rows, results, tile, first_head, again.key_of(i) + D::first_key(),
                          again.mapped_blocks() >> (D::first_key() / 16));
     }

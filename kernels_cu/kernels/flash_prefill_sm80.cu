@@ -111,12 +111,12 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, 1) flash_prefill_sm80(con
     D::F::query(a, s_query, D::Query::kStride, D::first_row(m), step);
   };
 
-  RowRules<Io> rules[S.row_tiles][2];
+  KeyRange admitted[S.row_tiles][2];
 #pragma unroll
   for (int m = 0; m < S.row_tiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rules[m][half] = rules_of_row<Io>(tile, D::row(m, half), p.sequences, p.rules, keys.some, first_head);
+      admitted[m][half] = keys_of_row(tile, D::row(m, half), p.sequences, p.rules, keys.some);
     }
   }
 
@@ -129,14 +129,18 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, 1) flash_prefill_sm80(con
     float scores[S.row_tiles][D::kNTiles][4];
     multiply_keys<typename D::F, D::kSteps>(scores, query_of, tiles.key_tile(i), D::Tiles::KeyShape::kStride, 0);
 #pragma unroll
-    for (int m = 0; m < S.row_tiles; ++m) apply_rules(scores[m], p.rules, factor, rules[m], tiles.key_of(i), masked, mapped);
+    for (int m = 0; m < S.row_tiles; ++m) {
+      apply_rules<Io>(scores[m], p.rules, factor, admitted[m],
+                      [&](int half) { return bias_row_of_tile<Io>(tile, D::row(m, half), p.rules, first_head); },
+                      tiles.key_of(i), masked, mapped);
+    }
     update_rows<S>(scores, state, acc);
     if (masked && keys.differ()) {
       take_strange_values<typename D::F, S.cache, typename D::Tiles::ValueShape, S.tile_keys, S.warps>(
           acc, tiles.value_tile(i), 0, D::kGroups,
           [&](int m, int half, int key) { return weight_of_key(scores[m], half, key); },
           [&](int m, int half, int key) {
-            return rules[m][half].keys.contains(tiles.key_of(i) + key) && (mapped >> (key / 16) & 1u);
+            return admitted[m][half].contains(tiles.key_of(i) + key) && (mapped >> (key / 16) & 1u);
           });
     }
 #pragma unroll

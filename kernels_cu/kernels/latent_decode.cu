@@ -60,12 +60,12 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) latent_decode(con
         return static_cast<const Io*>(p.query) + tile.token(row) * p.query_stride + tile.head_in_group(row) * W.head_size;
       });
   WideRows<W> rows;
-  begin_rows(rows, tile, p.sequences, p.rules, range, 0);
+  begin_rows(rows, tile, p.sequences, p.rules, range);
 
   for (int i = 0; i < tiles.count; ++i) {
     tiles.advance(i);
     float scores[1][D::kNTiles][4];
-    if (D::has_scores()) wide_scores(scores, rows, tiles, i, p.rules, p.rules.scale * key_scale, keys.every);
+    if (D::has_scores()) wide_scores(scores, rows, tiles, i, p.rules, p.rules.scale * key_scale, keys.every, tile, 0);
     wide_softmax(scores, rows);
     wide_values(rows, tiles, i, keys.differ() && !tiles.is_open(i, keys.every));
   }

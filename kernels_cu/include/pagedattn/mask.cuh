@@ -49,12 +49,6 @@ __device__ __forceinline__ const T* bias_row_of(const ScoreRules& rules, int seq
          row * rules.bias_row_stride;
 }
 
-// What a row of scores needs to know of its token.
-template <class Io> struct RowRules {
-  KeyRange keys;     // that it admits; empty for a row that does not exist
-  const Io* g_bias;  // its bias row, or null
-};
-
 __device__ __forceinline__ bool has_score_rules(const ScoreRules& rules) {
   return rules.softcap > 0.0f || rules.attention_bias != nullptr;
 }

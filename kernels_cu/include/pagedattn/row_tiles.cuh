@@ -78,15 +78,19 @@ __device__ __forceinline__ TileKeys keys_of_tokens(const SequenceTable& table, c
   return keys;
 }
 
-// Rules of one row; the keys it admits are cut to `range`. `first_head` is the first query head of the group.
+// Keys that one row admits, cut to `range`; none for a row that does not exist.
+__device__ __forceinline__ KeyRange keys_of_row(const RowTile& tile, int row, const SequenceTable& table, const ScoreRules& rules,
+                                                const KeyRange& range) {
+  if (row >= tile.rows) return {0, 0};
+  const KeyRange own = admitted_keys(rules, position_of_token(table, tile.sequence, tile.token(row)), tile.token_in_sequence(row),
+                                     tile.sequence.kv_len);
+  return {max_of(own.begin, range.begin), min_of(own.end, range.end)};
+}
+
+// Bias row of one row, or null. `first_head` is the first query head of the group.
 template <class Io>
-__device__ __forceinline__ RowRules<Io> rules_of_row(const RowTile& tile, int row, const SequenceTable& table, const ScoreRules& rules,
-                                                     const KeyRange& range, int first_head) {
-  if (row >= tile.rows) return {{0, 0}, nullptr};
-  const int j = tile.token_in_sequence(row);
-  const KeyRange own = admitted_keys(rules, position_of_token(table, tile.sequence, tile.token(row)), j, tile.sequence.kv_len);
-  return {{max_of(own.begin, range.begin), min_of(own.end, range.end)},
-          bias_row_of<Io>(rules, tile.sequence.index, first_head + tile.head_in_group(row), j)};
+__device__ __forceinline__ const Io* bias_row_of_tile(const RowTile& tile, int row, const ScoreRules& rules, int first_head) {
+  return bias_row_of<Io>(rules, tile.sequence.index, first_head + tile.head_in_group(row), tile.token_in_sequence(row));
 }
 
 // Rows of tokens that attend nothing: output 0, lse -infinity.

@@ -24,7 +24,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kMTiles][kNTiles][
     }
   }
   // A query kept in registers needs constant indices; a wide one comes from shared memory, and would only pile up loads.
-  constexpr int kUnrolled = kSteps <= 16 ? kSteps : 4;
+  constexpr int kUnrolled = kSteps <= 8 ? kSteps : 4;
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; ++step) {
     uint32_t a[kMTiles][4];
@@ -113,19 +113,24 @@ template <int kTiles> __device__ __forceinline__ void scale_row(float (&acc)[kTi
 }
 
 // Dot products to base-2 scores: scale, then the rare rules, then the mask where `masked` says that the tile needs one.
-// `factor` is the scale of q . k with the key scale in it; element i belongs to rows[i / 2], keys count from `key`, and bit b of
-// `mapped` says whether the b-th block of 16 keys exists.
-template <class Io, int kNTiles>
-__device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const ScoreRules& rules, float factor,
-                                            const RowRules<Io> (&rows)[2], int key, bool masked, uint32_t mapped) {
+// `factor` is the scale of q . k with the key scale in it; element i belongs to a row that admits rows[i / 2], keys count from
+// `key`, and bit b of `mapped` says whether the b-th block of 16 keys exists. `bias_row(half)` is the bias row of a row that
+// admits a key, or null; it is found anew for each tile, since most calls have none and pointers would fill registers.
+template <class Io, int kNTiles, class BiasRow>
+__device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const ScoreRules& rules, float factor, const KeyRange (&rows)[2],
+                                            const BiasRow& bias_row, int key, bool masked, uint32_t mapped) {
   if (has_score_rules(rules)) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
+    for (int half = 0; half < 2; ++half) {
+      const Io* g_bias = rules.attention_bias == nullptr ? nullptr : bias_row(half);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int own = key + key_in_tile(n, i);
-        if (!rows[i / 2].keys.contains(own)) continue;  // its bias may not exist
-        scores[n][i] = kLog2E * capped_and_biased(rules, scores[n][i] * factor, rows[i / 2].g_bias, own);
+      for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          const int own = key + key_in_tile(n, i);
+          if (!rows[half].contains(own)) continue;  // its bias may not exist
+          scores[n][i] = kLog2E * capped_and_biased(rules, scores[n][i] * factor, g_bias, own);
+        }
       }
     }
   } else {
@@ -141,7 +146,7 @@ __device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const S
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const bool exists = mapped >> (n / 2) & 1u;
-        if (!exists || !rows[i / 2].keys.contains(key + key_in_tile(n, i))) scores[n][i] = negative_infinity();
+        if (!exists || !rows[i / 2].contains(key + key_in_tile(n, i))) scores[n][i] = negative_infinity();
       }
     }
   }

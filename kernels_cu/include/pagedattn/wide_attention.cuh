@@ -75,33 +75,33 @@ template <WideShape W> struct Wide {
 
 // What a lane holds of its two rows.
 template <WideShape W> struct WideRows {
-  RowRules<typename Wide<W>::Io> rules[2];
+  KeyRange keys[2];       // that each admits
   SoftmaxState state[2];  // row_sum: this warp's part
   float acc[1][Wide<W>::kTiles][4] = {};
 };
 
-// Rules of the lane's rows; keys that a row admits are cut to `range`, the part of them that this CTA attends.
+// Keys that the lane's rows admit, cut to `range`, the part of them that this CTA attends.
 template <WideShape W>
 __device__ __forceinline__ void begin_rows(WideRows<W>& rows, const RowTile& tile, const SequenceTable& table, const ScoreRules& rules,
-                                           const KeyRange& range, int first_head) {
+                                           const KeyRange& range) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    rows.rules[half] = rules_of_row<typename Wide<W>::Io>(tile, Wide<W>::row(half), table, rules, range, first_head);
-  }
+  for (int half = 0; half < 2; ++half) rows.keys[half] = keys_of_row(tile, Wide<W>::row(half), table, rules, range);
 }
 
 // Base-2 scores of this warp's rows and keys. Only for warps that have scores.
 template <WideShape W>
 __device__ __forceinline__ void wide_scores(float (&scores)[1][Wide<W>::kNTiles][4], const WideRows<W>& rows,
                                             const typename Wide<W>::Tiles& tiles, int i, const ScoreRules& rules, float factor,
-                                            const KeyRange& every) {
+                                            const KeyRange& every, const RowTile& tile, int first_head) {
   using D = Wide<W>;
+  using Io = typename D::Io;
   const auto query_of = [&](int, int step, uint32_t (&a)[4]) {
     D::F::query(a, D::s_query(), D::Query::kStride, 16 * D::row_tile(), step);
   };
   multiply_keys<typename D::F, D::kSteps>(scores, query_of, tiles.key_tile(i), D::Tiles::KeyShape::kStride, D::first_key());
-  apply_rules(scores[0], rules, factor, rows.rules, tiles.key_of(i) + D::first_key(), !tiles.is_open(i, every),
-              tiles.mapped_blocks() >> (D::first_key() / 16));
+  apply_rules<Io>(scores[0], rules, factor, rows.keys,
+                  [&](int half) { return bias_row_of_tile<Io>(tile, D::row(half), rules, first_head); },
+                  tiles.key_of(i) + D::first_key(), !tiles.is_open(i, every), tiles.mapped_blocks() >> (D::first_key() / 16));
 }
 
 // Scores of all warps to probabilities in shared memory, and the new maxima to everyone's state.
@@ -145,7 +145,7 @@ __device__ __forceinline__ void wide_values(WideRows<W>& rows, const typename Wi
         [&](int, int half, int key) {
           return to_float(reinterpret_cast<const typename D::Io*>(D::s_probabilities() + D::row(half) * D::kProbabilityStride)[key]);
         },
-        [&](int, int half, int key) { return rows.rules[half].keys.contains(tiles.key_of(i) + key) && (mapped >> (key / 16) & 1u); });
+        [&](int, int half, int key) { return rows.keys[half].contains(tiles.key_of(i) + key) && (mapped >> (key / 16) & 1u); });
   }
 #pragma unroll
   for (int block = 0; block < W.tile_keys / 16; ++block) {
