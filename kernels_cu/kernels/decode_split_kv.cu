@@ -158,8 +158,8 @@ __device__ __forceinline__ void merge_and_write(const DecodeParams& p, float (&a
       second += weight * s_row[1];
     }
     const SoftmaxResult result = finalize(merged, is_final ? sink_of<typename D::Io>(p.out.head_sink, head) : negative_infinity());
-    first *= result.factor * scale_of(p.value_cache, kv_head, channel);
-    second *= result.factor * scale_of(p.value_cache, kv_head, channel + 1);
+    first *= result.factor * scale_of<S.cache>(p.value_cache, kv_head, channel);
+    second *= result.factor * scale_of<S.cache>(p.value_cache, kv_head, channel + 1);
     if (is_final) {
       store_2(output_row<typename D::Io>(p.out, token, head, S.head_size), channel, S.head_size, first, second);
       if (channel == 0) store_lse(p.out, token, head, result.lse);

@@ -167,8 +167,8 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, 1) flash_prefill_sm80(con
       Io* g_row = output_row<Io>(p.out, token, head, S.head_size);
       D::F::for_channel_pairs(acc[m], half, 0, [&](int channel, float first, float second) {
         if (channel >= S.head_size) return;
-        store_2(g_row, channel, S.head_size, first * result.factor * scale_of(p.value_cache, kv_head, channel),
-                second * result.factor * scale_of(p.value_cache, kv_head, channel + 1));
+        store_2(g_row, channel, S.head_size, first * result.factor * scale_of<S.cache>(p.value_cache, kv_head, channel),
+                second * result.factor * scale_of<S.cache>(p.value_cache, kv_head, channel + 1));
       });
       if (threadIdx.x % 4 == 0) store_lse(p.out, token, head, result.lse);
     }

@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_in_cache(const KvCache& cache, const Slot&
       float values[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[i] = x[8 * step + i];
-      store_codes_8<S.cache>(g_row, channel, values, [&](int i) { return scale_of(cache, head, channel + i); });
+      store_codes_8<S.cache>(g_row, channel, values, [&](int i) { return scale_of<S.cache>(cache, head, channel + i); });
     }
   }
 }

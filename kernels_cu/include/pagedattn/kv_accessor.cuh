@@ -67,8 +67,7 @@ template <DType T> struct KvHead {
 };
 
 // Scale of a channel; 1 when the cache is not quantized.
-__device__ __forceinline__ float scale_of(const KvCache& cache, int head, int channel) {
-  return cache.scale == nullptr
-             ? 1.0f
-             : cache.scale[head * cache.scale_head_stride + static_cast<int64_t>(channel) * cache.scale_channel_stride];
+template <DType T> __device__ __forceinline__ float scale_of(const KvCache& cache, int head, int channel) {
+  if constexpr (!is_quantized(T)) return 1.0f;
+  return cache.scale[head * cache.scale_head_stride + static_cast<int64_t>(channel) * cache.scale_channel_stride];
 }

@@ -24,13 +24,13 @@ __device__ __forceinline__ float load_query_tile(unsigned char* s_query, const K
   float factor = 1.0f;
   bool per_channel = false;
   if constexpr (is_quantized(Cache)) {
-    per_channel = keys.scale != nullptr && keys.scale_channel_stride != 0;
+    per_channel = keys.scale_channel_stride != 0;
     if (per_channel) {
       factor = 0.0f;
-      for (int c = threadIdx.x % kWarpSize; c < kHeadSize; c += kWarpSize) factor = fmaxf(factor, scale_of(keys, kv_head, c));
+      for (int c = threadIdx.x % kWarpSize; c < kHeadSize; c += kWarpSize) factor = fmaxf(factor, scale_of<Cache>(keys, kv_head, c));
       factor = group_max<kWarpSize>(factor);
     } else {
-      factor = scale_of(keys, kv_head, 0);
+      factor = scale_of<Cache>(keys, kv_head, 0);
     }
   }
   for (int i = threadIdx.x; i < kRows * kVectors; i += kThreads) {
@@ -43,8 +43,8 @@ __device__ __forceinline__ float load_query_tile(unsigned char* s_query, const K
       const float inverse = 1.0f / factor;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        v.word[j] = ptx::pack_2<Io>(low_of<Io>(v.word[j]) * (scale_of(keys, kv_head, channel + 2 * j) * inverse),
-                                    high_of<Io>(v.word[j]) * (scale_of(keys, kv_head, channel + 2 * j + 1) * inverse));
+        v.word[j] = ptx::pack_2<Io>(low_of<Io>(v.word[j]) * (scale_of<Cache>(keys, kv_head, channel + 2 * j) * inverse),
+                                    high_of<Io>(v.word[j]) * (scale_of<Cache>(keys, kv_head, channel + 2 * j + 1) * inverse));
       }
     }
     *reinterpret_cast<Vector16*>(s_query + row * Shape::kStride + 2 * channel) = v;

@@ -182,7 +182,7 @@ __device__ __forceinline__ void for_values_of_row(const WideRows<W>& rows, int h
   using D = Wide<W>;
   D::F::for_channel_pairs(rows.acc[0], half, D::first_channel(), [&](int channel, float first, float second) {
     if (channel >= W.v_head_size) return;
-    use(channel, first * factor * scale_of(value_scales, kv_head, channel),
-        second * factor * scale_of(value_scales, kv_head, channel + 1));
+    use(channel, first * factor * scale_of<W.cache>(value_scales, kv_head, channel),
+        second * factor * scale_of<W.cache>(value_scales, kv_head, channel + 1));
   });
 }
