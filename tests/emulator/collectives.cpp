@@ -5,6 +5,9 @@
 #include <array>
 
 #include <cuda_fp8.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 namespace emulator {
 
@@ -75,17 +78,14 @@ uint32_t reduce(unsigned mask, uint32_t value, Reduction reduction, bool is_sign
 
 namespace {
 
-const std::array<float, 65536>& half_values() {
-  static const std::array<float, 65536> values = [] {
-    std::array<float, 65536> table{};
-    for (unsigned code = 0; code < table.size(); ++code) {
-      __half_raw raw;
-      raw.x = static_cast<unsigned short>(code);
-      table[code] = __half2float(__half(raw));
-    }
-    return table;
-  }();
-  return values;
+float half_value(unsigned code) {
+#if defined(__F16C__)
+  return _cvtsh_ss(static_cast<unsigned short>(code));
+#else
+  __half_raw raw;
+  raw.x = static_cast<unsigned short>(code);
+  return __half2float(__half(raw));
+#endif
 }
 
 const std::array<float, 256>& e4m3_values() {
@@ -101,7 +101,6 @@ const std::array<float, 256>& e4m3_values() {
 }
 
 struct Mma {
-  int k;
   void* d;
   const uint32_t* a;
   const uint32_t* b;
@@ -112,8 +111,7 @@ struct Mma {
 template <Element kElement, class T>
 void unpack(uint32_t bits, T* out) {
   if constexpr (kElement == Element::kF16) {
-    static const float* values = half_values().data();
-    out[0] = values[bits & 0xffff], out[1] = values[bits >> 16];
+    out[0] = half_value(bits & 0xffff), out[1] = half_value(bits >> 16);
   } else if constexpr (kElement == Element::kBF16) {
     out[0] = __builtin_bit_cast(float, bits << 16), out[1] = __builtin_bit_cast(float, bits & 0xffff0000u);
   } else if constexpr (kElement == Element::kE4M3) {
@@ -127,18 +125,18 @@ void unpack(uint32_t bits, T* out) {
 // Fragments, with g = lane / 4, t = lane % 4 and E elements to a register. A lane holds
 //   a: rows g and g + 8, k = E t .. E t + E - 1 (registers 0, 1) and the same + 4 E (registers 2, 3)
 //   b: column g, k likewise (registers 0, 1)      c, d: rows g (0, 1) and g + 8 (2, 3), columns 2 t and 2 t + 1
-template <Element kElement, class T>
-void multiply(void* const (&operands)[32]) {
+template <Element kElement, class T, int kK>
+void multiply(void* const (&operands)[32], unsigned) {
   Mma* lanes[32];
   for (int lane = 0; lane < 32; ++lane) lanes[lane] = static_cast<Mma*>(operands[lane]);
   constexpr int kPack = kElement == Element::kF16 || kElement == Element::kBF16 ? 2 : 4;
-  const int k = lanes[0]->k, halves = k / (4 * kPack);
-  T a[16][32], b[32][8], sums[16][8];
+  constexpr int kHalves = kK / (4 * kPack);
+  T a[16][kK], b[kK][8], sums[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, t = lane % 4;
     const Mma& mma = *lanes[lane];
     const T* c = static_cast<const T*>(mma.c);
-    for (int half = 0; half < halves; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       const int first = kPack * t + 4 * kPack * half;
       unpack<kElement>(mma.a[2 * half], &a[g][first]);
       unpack<kElement>(mma.a[2 * half + 1], &a[g + 8][first]);
@@ -149,10 +147,13 @@ void multiply(void* const (&operands)[32]) {
     for (int i = 0; i < 2; ++i) sums[g][2 * t + i] = c[i], sums[g + 8][2 * t + i] = c[2 + i];
   }
   for (int row = 0; row < 16; ++row) {
-    for (int i = 0; i < k; ++i) {
+    T sum[8];
+    for (int column = 0; column < 8; ++column) sum[column] = sums[row][column];
+    for (int i = 0; i < kK; ++i) {
       const T left = a[row][i];
-      for (int column = 0; column < 8; ++column) sums[row][column] += left * b[i][column];
+      for (int column = 0; column < 8; ++column) sum[column] += left * b[i][column];
     }
+    for (int column = 0; column < 8; ++column) sums[row][column] = sum[column];
   }
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, t = lane % 4;
@@ -171,13 +172,13 @@ void whole_warp(Complete complete, void* operand, const char* what, const Place&
 }  // namespace
 
 void mma_m16n8(Element element, int k, void* d, const uint32_t* a, const uint32_t* b, const void* c, const Place& place) {
-  Mma operand{k, d, a, b, c};
+  Mma operand{d, a, b, c};
   Complete complete = nullptr;
   switch (element) {
-    case Element::kF16: complete = [](void* const(&lanes)[32], unsigned) { multiply<Element::kF16, float>(lanes); }; break;
-    case Element::kBF16: complete = [](void* const(&lanes)[32], unsigned) { multiply<Element::kBF16, float>(lanes); }; break;
-    case Element::kE4M3: complete = [](void* const(&lanes)[32], unsigned) { multiply<Element::kE4M3, float>(lanes); }; break;
-    case Element::kS8: complete = [](void* const(&lanes)[32], unsigned) { multiply<Element::kS8, int>(lanes); }; break;
+    case Element::kF16: complete = k == 8 ? multiply<Element::kF16, float, 8> : multiply<Element::kF16, float, 16>; break;
+    case Element::kBF16: complete = k == 8 ? multiply<Element::kBF16, float, 8> : multiply<Element::kBF16, float, 16>; break;
+    case Element::kE4M3: complete = k == 16 ? multiply<Element::kE4M3, float, 16> : multiply<Element::kE4M3, float, 32>; break;
+    case Element::kS8: complete = k == 16 ? multiply<Element::kS8, int, 16> : multiply<Element::kS8, int, 32>; break;
   }
   whole_warp(complete, &operand, "mma.sync", place);
 }

@@ -137,6 +137,7 @@ EMULATOR_API void mma_m16n8(Element element, int k, void* d, const uint32_t* a, 
 template <Element kElement, int kK, class Sum>
 inline void mma_m16n8(Sum (&d)[4], const uint32_t* a, const uint32_t* b, const Sum (&c)[4],
                       const Place& place = Place::current()) {
+  static_assert(kElement == Element::kF16 || kElement == Element::kBF16 ? kK == 8 || kK == 16 : kK == 16 || kK == 32);
   static_assert(std::is_same_v<Sum, std::conditional_t<kElement == Element::kS8, int, float>>, "the type of the sums");
   mma_m16n8(kElement, kK, d, a, b, c, place);
 }
