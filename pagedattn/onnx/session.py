@@ -27,19 +27,13 @@ class Cache(NamedTuple):
         The graph input.
     output : str
         The graph output with its next value; "" if the graph does not return it.
-    operator : str
-    axis : int or None
-        The axis that is 0 before the first step, when nothing else is said.
+    initial : int or None
+        Its extent along axis 2 before the first step, when nothing else is said.
     """
 
     name: str
     output: str
-    operator: str
-    axis: int | None
-
-
-# Input and output of a node, by index, that are one cache; and the axis of positions where a cache may be empty.
-_PAIRS = {contract.NAME: ((3, 1), (4, 2), None), gqa.NAME: ((3, 1), (4, 2), 2)}
+    initial: int | None
 
 
 def caches_of(model: onnx.ModelProto) -> list[Cache]:
@@ -49,15 +43,21 @@ def caches_of(model: onnx.ModelProto) -> list[Cache]:
     outputs = {info.name for info in graph.output}
     found = {}
     for node in graph.node:
-        if node.domain != contract.DOMAIN or node.op_type not in _PAIRS:
+        if node.domain != contract.DOMAIN or node.op_type not in (contract.NAME, gqa.NAME):
             continue
-        *pairs, axis = _PAIRS[node.op_type]
-        for index, out in pairs:
+        initial = _initial_length(node) if node.op_type == gqa.NAME else None
+        for index, out in ((3, 1), (4, 2)):  # key and value, in both operators
             name = node.input[index] if index < len(node.input) else ""
             if name in order:
                 result = node.output[out] if out < len(node.output) else ""
-                found[name] = Cache(name, result if result in outputs else "", node.op_type, axis)
+                found[name] = Cache(name, result if result in outputs else "", initial)
     return sorted(found.values(), key=lambda cache: order[cache.name])
+
+
+def _initial_length(node: onnx.NodeProto) -> int:
+    """Rows of a GroupQueryAttention cache that grows from nothing, or of one that holds a window."""
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    return max(0, attributes.get("local_window_size", 0)) if attributes.get("sliding_window_cache") else 0
 
 
 def _evaluator_with(ops: list[type[Any]]) -> type[ReferenceEvaluator]:
@@ -81,7 +81,8 @@ class Session:
     model : path, bytes or onnx.ModelProto
     dims : mapping of str to int
         Values of symbolic dimensions of the caches, such as ``{"num_blocks": 64}``. Those that an input of the first
-        step shows need not be given, nor the length of a GroupQueryAttention cache, which then starts empty and grows.
+        step shows need not be given, nor the length of a GroupQueryAttention cache, which then starts empty and grows,
+        or as long as its window if it slides.
     device : {"cpu", "cuda"}
         Where the caches are. On "cuda" they are CuPy arrays, attention runs on the GPU, and everything else on NumPy.
     backend : str, optional
@@ -176,8 +177,8 @@ class Session:
                 shape.append(dim.dim_value)
             elif dim.dim_param in known:
                 shape.append(known[dim.dim_param])
-            elif axis == cache.axis:
-                shape.append(0)
+            elif axis == 2 and cache.initial is not None:
+                shape.append(cache.initial)
             else:
                 name = dim.dim_param or f"dimension {axis} of {cache.name}, which has no name"
                 raise InvalidArgumentError(f"dims: expected a value for {name}, got none. Or feed {cache.name}.")
