@@ -131,7 +131,7 @@ def contract_page() -> str:
             "`kv_cache_layout` is read first, then which of key, value and value_cache are present.",
             table(["mode", "layout", "present", "absent", ""], modes),
             "## Types",
-            "float32 is served by the NumPy backend only. `int4` is two codes a byte of uint8, element 2i the low half.",
+            "float32 is served by NumPy only. `int4` is two codes a byte of uint8, element 2i in its low half.",
             table(["constraint", "types"], types),
             COMPUTATION,
         ]
