@@ -46,6 +46,9 @@ class FakeApi(cuda.Api):
     def max_shared_bytes(self, device_id):
         return 232448
 
+    def multiprocessors(self, device_id):
+        return 132
+
     def load(self, cubin, entry):
         self.calls.append(("load", self.current, entry))
         return object(), len(self.calls)
