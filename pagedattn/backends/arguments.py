@@ -25,21 +25,21 @@ def pointer(tensors: Tensors, name: str) -> int | None:
     return None if info is None else info.pointer
 
 
-def sequence_table(p: Problem, tensors: Tensors) -> bytes:
-    """Lengths of the batch."""
+def sequence_table(p: Problem, tensors: Tensors, positions: str = "query_positions") -> bytes:
+    """Lengths of the batch; ``positions`` names the array of the tokens' positions, which may be absent."""
     return SEQUENCE_TABLE.pack(
         cumulative_sequence_length=tensors["cumulative_sequence_length"].pointer,
         past_seqlens=tensors["past_seqlens"].pointer,
-        query_positions=pointer(tensors, "query_positions"),
+        query_positions=pointer(tensors, positions),
         batch_size=p.batch_size,
         token_count=p.token_count,
     )
 
 
 def block_table(p: Problem, tensors: Tensors) -> bytes:
-    """Where each sequence's blocks are."""
+    """Where each sequence's blocks are; no table in a contiguous cache, where block b is sequence b's."""
     return BLOCK_TABLE.pack(
-        entries=tensors["block_table"].pointer,
+        entries=pointer(tensors, "block_table"),
         num_blocks=p.num_blocks,
         block_size=p.block_size,
         max_blocks_per_sequence=p.max_blocks_per_sequence,

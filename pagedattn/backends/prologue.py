@@ -55,6 +55,9 @@ class Prologue:
             key_pointer, key_stride = tensors["key"].pointer, tensors["key"].strides[0]
             value_pointer = arguments.pointer(tensors, "value")
             value_stride = tensors["value"].strides[0] if value_pointer is not None else 0
+        sequences = shared.sequences
+        if p.has_rotary_positions:  # RoPE alone goes by them; slots follow from the order of the tokens
+            sequences = arguments.sequence_table(p, tensors, "rotary_positions")
         packed = write_cache.PARAMS.pack(
             query=query.pointer,
             key=key_pointer,
@@ -66,7 +69,7 @@ class Prologue:
             q_norm_weight=arguments.pointer(tensors, "q_norm_weight"),
             k_norm_weight=arguments.pointer(tensors, "k_norm_weight"),
             slot_mapping=arguments.pointer(tensors, "slot_mapping"),
-            sequences=shared.sequences,
+            sequences=sequences,
             blocks=shared.blocks,
             key_cache=shared.key_cache,
             value_cache=shared.value_cache,
