@@ -43,6 +43,7 @@ class OnDevice:
         self.operator = target.operator(call, **options)
         self.out = self.cupy.zeros(call["query"].shape, np.float16)
         self.stream = stream or self.cupy.cuda.Stream(non_blocking=True)
+        self.cupy.cuda.Device().synchronize()  # the copies are on another stream
 
     def write(self, call):
         """Overwrite the device arrays by those of another call of the same shapes, on this call's stream."""
@@ -312,7 +313,7 @@ def test_work_is_issued_to_the_callers_stream(gpu, cupy, which):
     stream = {
         "non-blocking": lambda: owner,
         "blocking": cupy.cuda.Stream,
-        "external": lambda: cupy.cuda.ExternalStream(owner.ptr),
+        "external": lambda: cupy.cuda.Stream.from_external(owner),
         "per-thread default": lambda: cupy.cuda.Stream.ptds,
     }[which]()
     spin = cupy.RawKernel(SPIN, "spin")
