@@ -20,9 +20,10 @@ from pagedattn.api import PagedAttention, describe
 from pagedattn.arrays import Adapter, Float8View, adapter_of, dtype_named
 from pagedattn.contract import QUANT_TYPES, TYPES, Attribute, Input
 from pagedattn.dtypes import INT4, name_of
-from pagedattn.errors import InvalidArgumentError, UnsupportedError
+from pagedattn.errors import InvalidArgumentError, PagedAttentionError, UnsupportedError
 from pagedattn.jit import cuda
 from pagedattn.problem import TensorInfo
+from pagedattn.runtime import runtime_of
 from pagedattn.validate import (
     DEFAULT_MAX_OUTPUT_QK_BYTES,
     Shapes,
@@ -252,6 +253,8 @@ def group_query_attention(
         The call breaks the contract; no cache was touched.
     UnsupportedError
         No backend, or not the forced one, serves the call.
+    PagedAttentionError
+        A graph is being captured.
 
     See Also
     --------
@@ -307,7 +310,13 @@ def group_query_attention(
         arrays["output"] = out
     options = {"backend": backend, "checks": checks, "max_output_qk_bytes": int(max_output_qk_bytes)}
     call = _Call(arrays, attributes, total, options)
-    with call.adapters["query"].stream(call.arrays["query"]):
+    runtime = runtime_of(call.infos["query"].device)
+    with runtime.active(), call.adapters["query"].stream(call.arrays["query"]):
+        if runtime.is_capturing():
+            raise PagedAttentionError(
+                "graph capture: group_query_attention allocates the arrays of its packed form, which a graph would not "
+                "keep; capture paged_attention instead."
+            )
         return call.run()
 
 
@@ -466,9 +475,12 @@ class _Rows:
         """(rows, ...) to (batch_size * sequence_length, ...), 0 in padding rows."""
         if self.are_packed:
             return x
-        bits = _bits(x)[self.place] if x.shape[0] else self.xp.zeros((self.place.size, *x.shape[1:]), _bits(x).dtype)
-        bits[~self.live] = 0
-        return bits.view(x.dtype)
+        bits, rows = _bits(x), self.place.size
+        zero = bits.dtype.type(0)
+        if not x.shape[0]:
+            return self.xp.full((rows, *x.shape[1:]), zero).view(x.dtype)
+        live = self.live.reshape(rows, *(1 for _ in x.shape[1:]))
+        return self.xp.where(live, bits[self.place], zero).view(x.dtype)
 
 
 def _bits(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedattn import InvalidArgumentError, UnsupportedError, group_query_attention, paged_attention
+from pagedattn import InvalidArgumentError, UnsupportedError, gqa, group_query_attention, paged_attention
 from tests.support.build import build
 from tests.support.cases import CORNER, SMOKE, Case, grid, tiny
 from tests.support.compare import assert_same_bits, bits
@@ -273,6 +274,41 @@ def test_padding_rows_do_not_matter(lengths: list[tuple[int, int]], more: int):
     got, want = group_query_attention(**longer), group_query_attention(**call)
     assert_same_bits(got.output[:, : want.output.shape[1]], want.output)
     assert_same_bits(got.present_key, want.present_key)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=2, max_size=6), st.integers(1, 5))
+def test_packing_where_rows_cannot_be_counted(lengths: list[tuple[int, int]], width: int):
+    """As on a GPU: as many packed rows as padded ones, those that count in front."""
+    past, new = np.array(lengths).T
+    new = np.minimum(new, width)
+    elsewhere = SimpleNamespace(**vars(np))  # not NumPy itself, so nothing is counted
+    device, host = (gqa._Rows(xp, width, past + new, new, all_full=False) for xp in (elsewhere, np))
+    x = np.random.default_rng(0).standard_normal((new.size * width, 3)).astype(np.float32)
+    packed, counted = device.pack(x), host.pack(x)
+    assert packed.shape == x.shape
+    assert counted.shape == (new.sum(), 3)
+    assert_same_bits(packed[: new.sum()], counted)
+    live = (np.arange(width) < new[:, None]).reshape(-1, 1)
+    want = np.where(live, x, np.float32(0))
+    assert_same_bits(device.unpack(packed), want)
+    assert_same_bits(host.unpack(counted), want)
+    assert_same_bits(device.cumulative_sequence_length, np.cumsum([0, *new]).astype(np.int32))
+
+
+def test_a_call_whose_rows_cannot_be_counted(monkeypatch: pytest.MonkeyPatch):
+    call = simple(((3, 2), (0, 4), (5, 0), (7, 1)), qk_output=2)
+    want = group_query_attention(**fresh(call))
+    rows = gqa._Rows
+
+    class Device(rows):
+        def __init__(self, xp: Any, *arguments: Any, **options: Any) -> None:
+            super().__init__(SimpleNamespace(**vars(np)), *arguments, **options)
+
+    monkeypatch.setattr(gqa, "_Rows", Device)
+    got = group_query_attention(**fresh(call))
+    for mine, right in zip(got, want, strict=True):
+        assert_same_bits(mine, right)
 
 
 # ---- positions ---------------------------------------------------------------------------------------------------

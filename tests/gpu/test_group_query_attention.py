@@ -1,0 +1,128 @@
+"""group_query_attention on the GPU: right against the oracle, and the caller's kind of arrays out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedattn import PagedAttentionError, PagedAttentionResult, gqa, group_query_attention
+from tests.support.build import TYPES, Built, build
+from tests.support.cases import SMOKE, Case
+from tests.support.compare import verify
+from tests.support.padded import Padded, has_padded_form, padded
+
+CASES = [case for case in SMOKE if has_padded_form(case) and case.io != "float32"]
+
+
+def on_gpu(cupy: Any, call: Padded) -> dict[str, Any]:
+    """Inputs as CuPy arrays, but for the scalar."""
+    return {name: x if name == "total_sequence_length" else cupy.asarray(x) for name, x in call.inputs.items()}
+
+
+def ragged(built: Built, call: Padded, got: Any) -> PagedAttentionResult:
+    """Results in the places of a paged call; its lse is not among them."""
+    case, rows = built.case, call.sequence.size
+    output = np.zeros((case.token_count, got.output.shape[2]), TYPES[case.io])
+    output[:rows] = call.ragged(got.output.get())
+    output_qk = None
+    if got.output_qk is not None:
+        scores = call.ragged(got.output_qk.get().swapaxes(1, 2)).swapaxes(0, 1)
+        output_qk = np.zeros((case.num_heads, case.token_count, scores.shape[2]), scores.dtype)
+        output_qk[:, :rows] = scores
+    caches = (
+        call.paged(present.get(), built[name])
+        for present, name in ((got.present_key, "key_cache"), (got.present_value, "value_cache"))
+    )
+    return PagedAttentionResult(output, *caches, output_qk)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_right_against_the_oracle(cupy: Any, case: Case):
+    case = Case(**{**vars(case), "lse": False, "qk_dtype": case.io})
+    built = build(case)
+    call = padded(built)
+    inputs = on_gpu(cupy, call)
+    got = group_query_attention(**inputs, **call.attributes)
+    assert got.present_key is inputs["past_key"]
+    verify(built, ragged(built, call, got))
+
+
+def test_rows_are_packed_without_reading_the_device(cupy: Any):
+    """Inside a capture any read of the device is an error."""
+    total, new = cupy.asarray([9, 4, 3]), cupy.asarray([3, 0, 2])
+    x = cupy.arange(3 * 4 * 8, dtype=cupy.float16).reshape(12, 8)
+
+    def there_and_back() -> Any:
+        rows = gqa._Rows(cupy, 4, total, new, all_full=False)
+        return rows.unpack(rows.pack(x))
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        want = there_and_back().get()
+        stream.begin_capture()
+        got = there_and_back()
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    np.testing.assert_array_equal(got.get(), want)
+    live = np.arange(4) < new.get()[:, None]
+    np.testing.assert_array_equal(want, np.where(live.reshape(12, 1), x.get(), 0))
+
+
+def test_growing_and_sliding_caches(cupy: Any):
+    rng = np.random.default_rng(0)
+    caches = {name: cupy.zeros((2, 2, 6, 64), cupy.float16) for name in ("past_key", "past_value")}
+    right = {name: x.get() for name, x in caches.items()}
+    total = 0
+    for length in (5, 1, 3, 1):
+        total += length
+        call: dict[str, Any] = {
+            name: rng.standard_normal((2, length, heads * 64)).astype(np.float16)
+            for name, heads in (("query", 4), ("key", 2), ("value", 2))
+        }
+        call.update(seqlens_k=np.full(2, total - 1, np.int32), query_seqlens=np.full(2, length, np.int32))
+        options = {"num_heads": 4, "kv_num_heads": 2, "local_window_size": 4, "sliding_window_cache": 1}
+        want = group_query_attention(**call, **right, **options, total_sequence_length=total)
+        moved = {name: cupy.asarray(x) for name, x in call.items()}
+        got = group_query_attention(**moved, **caches, **options, total_sequence_length=total)
+        assert isinstance(got.output, cupy.ndarray)
+        np.testing.assert_allclose(got.output.get().astype(np.float32), want.output.astype(np.float32), atol=4e-3)
+    np.testing.assert_array_equal(caches["past_key"].get()[:, :, :4], right["past_key"][:, :, :4])
+    small = {name: x[:, :, :0] for name, x in caches.items()}
+    for name in ("local_window_size", "sliding_window_cache"):
+        del options[name]
+    moved["seqlens_k"] = cupy.full(2, length - 1, np.int32)
+    grown = group_query_attention(**moved, **small, **options, total_sequence_length=4)
+    assert grown.present_key.shape == (2, 2, 4, 64)
+
+
+def test_torch_tensors(cupy: Any):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    built = build(Case(io="float16", lengths=((9, 3), (4, 1), (0, 2)), rope="full"))
+    call, other = padded(built), padded(built)
+    want = group_query_attention(**other.inputs, **other.attributes)
+    inputs = {
+        name: x if name == "total_sequence_length" else torch.from_numpy(x).cuda() for name, x in call.inputs.items()
+    }
+    got = group_query_attention(**inputs, **call.attributes)
+    assert isinstance(got.output, torch.Tensor)
+    assert got.present_key is inputs["past_key"]
+    np.testing.assert_allclose(got.output.cpu().float().numpy(), want.output.astype(np.float32), atol=1e-2)
+
+
+def test_capture_is_refused(cupy: Any):
+    call = padded(build(Case(lengths=((9, 1), (4, 1)))))
+    inputs = on_gpu(cupy, call)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        group_query_attention(**inputs, **call.attributes)
+        stream.begin_capture()
+        try:
+            with pytest.raises(PagedAttentionError, match="graph capture"):
+                group_query_attention(**inputs, **call.attributes)
+        finally:
+            stream.end_capture()
