@@ -28,15 +28,40 @@ template <DType Cache, class Shape> __device__ __forceinline__ bool is_strange_r
   return __ballot_sync(kFullWarp, found) != 0;
 }
 
-// A stored value, without its scale.
-template <class F, DType Cache> __device__ __forceinline__ float value_at(const unsigned char* s_row, int channel) {
-  if constexpr (F::kCodes) {
-    uint32_t low, high;
-    convert_codes_4<typename F::Io, Cache>(load_codes_4<Cache>(s_row, channel / 4 * 4), low, high);
-    const uint32_t pair = channel % 4 < 2 ? low : high;
-    return channel % 2 == 0 ? low_of<typename F::Io>(pair) : high_of<typename F::Io>(pair);
-  } else {
-    return to_float(reinterpret_cast<const typename F::Io*>(s_row)[channel]);
+// Adds own[m][half] times a row of values, without their scale, to those rows of acc that `admitted` (bit 2 m + half) names.
+template <class F, DType Cache, int kMTiles, int kTiles>
+__device__ __forceinline__ void add_row(float (&acc)[kMTiles][kTiles][4], const unsigned char* s_row, int group, int groups,
+                                        const float (&own)[kMTiles][2], uint32_t admitted) {
+  using Io = typename F::Io;
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < kTiles / F::kValueTiles; ++i) {
+    if (group + i >= groups) break;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {  // codes: column; else: n-tile. See Fragments::value_channel.
+      uint32_t word[2];
+      if constexpr (F::kCodes) {
+        convert_codes_4<Io, Cache>(load_codes_4<Cache>(s_row, 32 * (group + i) + 4 * (2 * t + part)), word[0], word[1]);
+      } else {
+        word[0] = *reinterpret_cast<const uint32_t*>(s_row + 2 * (16 * (group + i) + 8 * part + 2 * t));
+      }
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (!(admitted >> (2 * m + half) & 1u)) continue;
+          if constexpr (F::kCodes) {
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+              acc[m][4 * i + n][2 * half + part] += own[m][half] * (n % 2 == 0 ? low_of<Io>(word[n / 2]) : high_of<Io>(word[n / 2]));
+            }
+          } else {
+            acc[m][2 * i + part][2 * half] += own[m][half] * low_of<Io>(word[0]);
+            acc[m][2 * i + part][2 * half + 1] += own[m][half] * high_of<Io>(word[0]);
+          }
+        }
+      }
+    }
   }
 }
 
@@ -57,23 +82,17 @@ __device__ __forceinline__ void take_strange_values(float (&acc)[kMTiles][kTiles
   for (int key = 0; key < kKeys; ++key) {
     const unsigned char* s_row = s_values + key * Shape::kStride;
     if (!is_strange_row<Cache, Shape>(s_row)) continue;
+    float own[kMTiles][2];
+    uint32_t admitted = 0;
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float own = weight(m, half, key);
-        if (!admits(m, half, key)) continue;
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          if (group + n / F::kValueTiles >= groups) break;
-#pragma unroll
-          for (int column = 0; column < 2; ++column) {
-            const int channel = 8 * F::kValueTiles * group + F::value_channel(n, column);
-            acc[m][n][2 * half + column] += own * value_at<F, Cache>(s_row, channel);
-          }
-        }
+        own[m][half] = weight(m, half, key);
+        admitted |= admits(m, half, key) ? 1u << (2 * m + half) : 0u;
       }
     }
+    add_row<F, Cache>(acc, s_row, group, groups, own, admitted);
   }
   __syncthreads();  // every warp has taken what it needs from the strange rows
   for (int key = warp; key < kKeys; key += kWarps) {
