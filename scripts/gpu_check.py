@@ -137,7 +137,7 @@ def run_part(part: str, workloads: list[str]) -> Any:
     if part == "sanitizer":
         import sanitize
 
-        return [sanitize.run_tool(tool, 240) for tool in sanitize.TOOLS]
+        return sanitize.run_tools(sanitize.TOOLS, 240)
     import bench
 
     rows = []

@@ -9,11 +9,15 @@ CuPy's memory pool is switched off in the tests then, so that each array is an a
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,64 +26,46 @@ FINDINGS_EXIT_CODE = 86
 
 
 def run_tool(tool: str, timeout: float) -> dict[str, object]:
-    """Run one tool; returns its record: findings, tests run and whether both were clean."""
+    """Run one tool; returns its record: findings, tests run, and what went wrong if anything did."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    command = [
-        sanitizer,
-        "--tool",
-        tool,
-        "--error-exitcode",
-        str(FINDINGS_EXIT_CODE),
-        "--print-limit",
-        "20",
-        "--kernel-name-exclude",
-        "kns=cupy",
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "tests/gpu/test_sanitizer_corners.py",
-    ]
-    environment = {**os.environ, "PAGEDATTN_SANITIZE": "1"}
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_sanitizer_corners.py"]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FINDINGS_EXIT_CODE), "--show-backtrace", "no"]
+    command += ["--print-limit", "200", sys.executable, *tests]
     try:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, "PAGEDATTN_SANITIZE": "1"},
             timeout=timeout,
             text=True,
             check=False,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-    except subprocess.TimeoutExpired as error:
-        return {
-            "tool": tool,
-            "findings": None,
-            "passed": 0,
-            "failed": 0,
-            "error": f"no end within {timeout:.0f} s",
-            "tail": _tail(error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""),
-        }
-    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", done.stdout)
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
+    except subprocess.TimeoutExpired:
+        return {"tool": tool, "findings": None, "passed": 0, "failed": 0, "error": f"no end within {timeout:.0f} s"}
+    summary = re.findall(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", done.stdout, re.MULTILINE)
+    verdict = re.findall(r"^(?!=)(.*\b(?:passed|failed|error)\b.* in [\d.]+s.*)$", done.stdout, re.MULTILINE)
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error)", verdict[-1] if verdict else "")}
     record: dict[str, object] = {
         "tool": tool,
-        "findings": int(summary[-1]) if summary else None,
+        "findings": int(summary[0]) if summary else None,
         "passed": counts.get("passed", 0),
         "failed": counts.get("failed", 0) + counts.get("error", 0),
     }
     if record["findings"] != 0 or record["failed"] or not record["passed"]:
+        places = Counter(re.findall(r"^=+ +(?:and )?(.*? at .*?)(?: in .*)?$", done.stdout, re.MULTILINE))
         record["error"] = f"exit code {done.returncode}"
-        record["tail"] = _tail(done.stdout)
+        record["places"] = dict(places.most_common(12))
+        if not places:
+            record["tail"] = done.stdout[-3000:]
     return record
 
 
-def _tail(text: str) -> str:
-    return text[-4000:]
+def run_tools(tools: Sequence[str], timeout: float) -> list[dict[str, object]]:
+    """Run several tools side by side: each is bound by one core of the host."""
+    with ThreadPoolExecutor(max_workers=len(tools)) as pool:
+        return list(pool.map(lambda tool: run_tool(tool, timeout), tools))
 
 
 def main() -> int:
@@ -88,14 +74,9 @@ def main() -> int:
     parser.add_argument("tools", nargs="*", default=[], help=f"among {', '.join(TOOLS)}; all by default")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one tool")
     options = parser.parse_args()
-    bad = False
-    for tool in options.tools or TOOLS:
-        record = run_tool(tool, options.timeout)
-        print(f"{tool:10} findings {record['findings']}  passed {record['passed']}  failed {record['failed']}")
-        if "error" in record:
-            bad = True
-            print(record["error"], record["tail"], sep="\n")
-    return int(bad)
+    records = run_tools(options.tools or TOOLS, options.timeout)
+    print(json.dumps(records, indent=1))
+    return int(any("error" in record for record in records))
 
 
 if __name__ == "__main__":

@@ -234,7 +234,11 @@ def test_caches_that_are_views_of_larger_arrays(target, layout, kind, q_len):
         assert_same_bytes(getattr(outcome, name), want)
         view(before[name], want.shape)[...] = want.view(after.dtype)
         assert_same_bytes(after, before[name])
-    if outcome is not None:
+    if outcome is None:
+        return
+    if target.backend == "flash" and target.on_gpu:  # Hopper's copy engine needs aligned rows; others take another kernel
+        assert_close(outcome.output, contiguous.output, call.io)
+    else:
         assert_same_bytes(outcome.output, contiguous.output)
 
 
