@@ -208,7 +208,9 @@ class EmulatorExecutor:
             f"}}\n"
         )
         try:
-            return self._toolchain.kernel(kernel.stem, text, self.sources.include_dir, self.sources.root)
+            sources = self.sources
+            headers = {name: sources._read(sources.include_dir / name) for name in sources.headers(kernel.stem)}
+            return self._toolchain.kernel(kernel.stem, text, headers, sources.include_dir, sources.root)
         except toolchain.BuildError as error:
             raise CompileError(kernel.stem, str(spec), self.arch, str(error), str(self._toolchain.cache)) from None
 

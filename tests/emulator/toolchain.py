@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +104,7 @@ class Toolchain:
         self._build(directory / "cuda.h.gch", arguments, directory)
         return header
 
-    def kernel(self, name: str, text: str, include_dir: Path, directory: Path) -> Path:
+    def kernel(self, name: str, text: str, headers: Mapping[str, str], include_dir: Path, directory: Path) -> Path:
         """Compile a kernel's translation unit, or find it compiled.
 
         Parameters
@@ -112,8 +113,10 @@ class Toolchain:
             Start of the file's name.
         text : str
             The translation unit. Its first line digests the headers it includes.
+        headers : mapping of str to str
+            Texts of those headers, by the name in the ``#include``: the files may be changing just now.
         include_dir : Path
-            Where ``#include <pagedattn/...>`` is found.
+            Where the headers came from, for messages and debuggers.
         directory : Path
             What relative names in ``#line`` are relative to, so that a debugger finds the source.
         """
@@ -123,10 +126,14 @@ class Toolchain:
         source = target.with_suffix(".cpp")
         self.cache.mkdir(parents=True, exist_ok=True)
         _write(source, text)
-        prelude = self.prelude
+        snapshot = self.cache / f"headers-{_digest(*headers, *headers.values())[:16]}"
+        for header, content in headers.items():
+            if not (snapshot / header).exists():
+                (snapshot / header).parent.mkdir(parents=True, exist_ok=True)
+                _write(snapshot / header, content)
         arguments = (
-            *self.flags,
-            *("-include", str(prelude), *self._includes, "-I", str(include_dir), "-x", "c++", str(source)),
+            *(*self.flags, f"-ffile-prefix-map={snapshot}={include_dir}", "-include", str(self.prelude)),
+            *(*self._includes, "-I", str(snapshot), "-x", "c++", str(source)),
         )
         if self.mode != "races":
             return self._build(target, (*arguments, *self._link()), directory)
