@@ -20,7 +20,7 @@ from pagedattn.dtypes import BY_NAME
 from pagedattn.validate import validate
 from tests.faults.targets import Target, all_targets
 from tests.support.build import TYPES, Built, build, outside
-from tests.support.cases import CORNER, SMOKE, Case, grid
+from tests.support.cases import CORNER, SMOKE, Case, grid, sizes
 from tests.support.compare import verify
 
 TARGETS = [target for target in all_targets() if target.row.min_arch]
@@ -29,7 +29,7 @@ WIDE = os.environ.get("PAGEDATTN_GRID") == "1"
 
 
 def cases_of(target: Target) -> list[Case]:
-    cases = SMOKE + CORNER + grid() if target.on_gpu or WIDE else SMOKE
+    cases = SMOKE + CORNER + grid() + sizes() if target.on_gpu or WIDE else SMOKE
     return [case for case in cases if case.io != "float32"]
 
 
@@ -68,7 +68,7 @@ def test_backend_is_right_or_refuses(target: Target, case: Case) -> None:
 @pytest.mark.skipif(
     not any(t.on_gpu and t.arch == 90 for t in TARGETS), reason="needs a Hopper GPU, which has two kernels"
 )
-@pytest.mark.parametrize("case", [case for case in SMOKE + CORNER + grid() if case.io != "float32"], ids=str)
+@pytest.mark.parametrize("case", [case for case in SMOKE + CORNER + grid() + sizes() if case.io != "float32"], ids=str)
 def test_flash_without_hopper_is_right_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_prefill, "FORCE_SM80", True)
     check_backend(next(t for t in TARGETS if t.on_gpu and t.backend == "flash"), case)

@@ -4,6 +4,7 @@ A `Case` is data; `tests.support.build` makes its arrays. Lists by purpose:
 
 * `SMOKE`: one short case for each feature and for the usual combinations of them;
 * `grid()`: every pair of feature values of `AXES` at the sizes of real models (a covering array);
+* `sizes()`: every pair with all head sizes, group sizes and block sizes, for machines with a GPU;
 * `tiny()`: the same at sizes that a triple loop in Python can follow, float32 included;
 * `CORNER`: odd sizes, edges of blocks and windows, and batches that are hard to get right.
 """
@@ -290,6 +291,13 @@ AXES: dict[str, Sequence[Any]] = {
     "metadata": (False, True),
     "strided": (False, True),
 }
+# Every size that the kernels may meet: heads on and off the powers of two, groups of any number of query heads.
+SIZE_AXES: dict[str, Sequence[Any]] = {
+    **AXES,
+    "head_size": (8, 40, 64, 80, 96, 112, 128, 192, 256),
+    "heads": tuple((1 if group > 8 else 2, group) for group in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 71)),
+    "block_size": (16, 32, 64, 128, 256),
+}
 TINY_AXES: dict[str, Sequence[Any]] = {
     **AXES,
     "io": ("float16", "bfloat16", "float32"),
@@ -355,6 +363,12 @@ def _distinct(cases: Iterable[Case]) -> list[Case]:
 def grid() -> list[Case]:
     """Every allowed pair of values of `AXES`."""
     return _distinct(case_of(row) for row in pairwise(AXES, pair_allowed))
+
+
+@cache
+def sizes() -> list[Case]:
+    """Every allowed pair of values of `SIZE_AXES`."""
+    return _distinct(case_of(row) for row in pairwise(SIZE_AXES, pair_allowed))
 
 
 @cache
