@@ -234,7 +234,6 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, 2) decode_split_kv(const 
     }
   };
 
-  const KeyRange every_row[2] = {range, range};  // a row beyond the group is computed like the others, and not stored
   float acc[S.row_tiles][D::kValueTiles][4] = {};
   SoftmaxState state[S.row_tiles][2];
 
@@ -253,10 +252,11 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, 2) decode_split_kv(const 
 #pragma unroll
     for (int m = 0; m < S.row_tiles; ++m) {
       const auto bias_row = [&](int half) {
-        const int row = min_of(16 * m + row_in_tile(2 * half), rows - 1);
+        const int row = min_of(16 * m + row_in_tile(2 * half), rows - 1);  // one beyond the group is computed, not stored
         return bias_row_of<Io>(p.rules, sequence.index, first_head + row, row_in_sequence);
       };
-      apply_rules<Io>(scores[m], p.rules, factor, every_row, bias_row, key, key < range.begin || range.end - key < kTileKeys, 1u);
+      apply_rules<Io>(scores[m], p.rules, factor, [&](int) { return range; }, bias_row, key,
+                      key < range.begin || range.end - key < kTileKeys, 1u);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         scale_row(acc[m], state[m][half].update_max(row_maximum(scores[m], half)), half);

@@ -111,14 +111,9 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, 1) flash_prefill_sm80(con
     D::F::query(a, s_query, D::Query::kStride, D::first_row(m), step);
   };
 
-  KeyRange admitted[S.row_tiles][2];
-#pragma unroll
-  for (int m = 0; m < S.row_tiles; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      admitted[m][half] = keys_of_row(tile, D::row(m, half), p.sequences, p.rules, keys.some);
-    }
-  }
+  const auto keys_of = [&](int m, int half) {
+    return keys_of_row(tile, D::row(m, half), p.sequences, p.rules, keys.some);
+  };
 
   float acc[S.row_tiles][D::kValueTiles][4] = {};
   SoftmaxState state[S.row_tiles][2];
@@ -130,7 +125,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, 1) flash_prefill_sm80(con
     multiply_keys<typename D::F, D::kSteps>(scores, query_of, tiles.key_tile(i), D::Tiles::KeyShape::kStride, 0);
 #pragma unroll
     for (int m = 0; m < S.row_tiles; ++m) {
-      apply_rules<Io>(scores[m], p.rules, factor, admitted[m],
+      apply_rules<Io>(scores[m], p.rules, factor, [&](int half) { return keys_of(m, half); },
                       [&](int half) { return bias_row_of_tile<Io>(tile, D::row(m, half), p.rules, first_head); },
                       tiles.key_of(i), masked, mapped);
     }
@@ -140,7 +135,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, 1) flash_prefill_sm80(con
           acc, tiles.value_tile(i), 0, D::kGroups,
           [&](int m, int half, int key) { return weight_of_key(scores[m], half, key); },
           [&](int m, int half, int key) {
-            return admitted[m][half].contains(tiles.key_of(i) + key) && (mapped >> (key / 16) & 1u);
+            return keys_of(m, half).contains(tiles.key_of(i) + key) && (mapped >> (key / 16) & 1u);
           });
     }
 #pragma unroll

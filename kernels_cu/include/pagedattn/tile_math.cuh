@@ -113,23 +113,24 @@ template <int kTiles> __device__ __forceinline__ void scale_row(float (&acc)[kTi
 }
 
 // Dot products to base-2 scores: scale, then the rare rules, then the mask where `masked` says that the tile needs one.
-// `factor` is the scale of q . k with the key scale in it; element i belongs to a row that admits rows[i / 2], keys count from
-// `key`, and bit b of `mapped` says whether the b-th block of 16 keys exists. `bias_row(half)` is the bias row of a row that
-// admits a key, or null; it is found anew for each tile, since most calls have none and pointers would fill registers.
-template <class Io, int kNTiles, class BiasRow>
-__device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const ScoreRules& rules, float factor, const KeyRange (&rows)[2],
+// `factor` is the scale of q . k with the key scale in it; keys count from `key`; bit b of `mapped` says whether the b-th block
+// of 16 keys exists. `keys_of(half)` is what the row of elements 2 half and 2 half + 1 admits, and `bias_row(half)` its bias
+// row where there is a bias: asked only where they count, since most tiles need neither and they would fill registers.
+template <class Io, int kNTiles, class KeysOf, class BiasRow>
+__device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const ScoreRules& rules, float factor, const KeysOf& keys_of,
                                             const BiasRow& bias_row, int key, bool masked, uint32_t mapped) {
   if (has_score_rules(rules)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Io* g_bias = rules.attention_bias == nullptr ? nullptr : bias_row(half);
+      const bool biased = rules.attention_bias != nullptr;
+      const Io* g_bias = biased ? bias_row(half) : nullptr;
+      const KeyRange own = biased ? keys_of(half) : KeyRange{0, 0x7fffffff};  // the bias of other keys may not exist
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          const int own = key + key_in_tile(n, i);
-          if (!rows[half].contains(own)) continue;  // its bias may not exist
-          scores[n][i] = kLog2E * capped_and_biased(rules, scores[n][i] * factor, g_bias, own);
+          const int at = key + key_in_tile(n, i);
+          if (own.contains(at)) scores[n][i] = kLog2E * capped_and_biased(rules, scores[n][i] * factor, g_bias, at);
         }
       }
     }
@@ -142,11 +143,15 @@ __device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const S
   }
   if (masked) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
+    for (int half = 0; half < 2; ++half) {
+      const KeyRange own = keys_of(half);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool exists = mapped >> (n / 2) & 1u;
-        if (!exists || !rows[i / 2].contains(key + key_in_tile(n, i))) scores[n][i] = negative_infinity();
+      for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          const bool exists = mapped >> (n / 2) & 1u;
+          if (!exists || !own.contains(key + key_in_tile(n, i))) scores[n][i] = negative_infinity();
+        }
       }
     }
   }

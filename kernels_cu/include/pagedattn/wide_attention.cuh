@@ -99,7 +99,7 @@ __device__ __forceinline__ void wide_scores(float (&scores)[1][Wide<W>::kNTiles]
     D::F::query(a, D::s_query(), D::Query::kStride, 16 * D::row_tile(), step);
   };
   multiply_keys<typename D::F, D::kSteps>(scores, query_of, tiles.key_tile(i), D::Tiles::KeyShape::kStride, D::first_key());
-  apply_rules<Io>(scores[0], rules, factor, rows.keys,
+  apply_rules<Io>(scores[0], rules, factor, [&](int half) { return rows.keys[half]; },
                   [&](int half) { return bias_row_of_tile<Io>(tile, D::row(half), rules, first_head); },
                   tiles.key_of(i) + D::first_key(), !tiles.is_open(i, every), tiles.mapped_blocks() >> (D::first_key() / 16));
 }
