@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedattn import codec, contract
+from pagedattn import contract
 from pagedattn.dtypes import BFLOAT16, BY_NUMPY, FLOAT8E4M3FN, FLOAT16, FLOAT32, INT4, INT8, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -114,6 +114,32 @@ def junk(dtype: DType, kind: str = "nan") -> Array:
     )
 
 
+@np.errstate(all="ignore")
+def encode(rows: Array, dtype: DType, scale: Array | None) -> Array:
+    """Rows (n, kv_num_heads, head_size) as a cache stores them, by the rules of the operator."""
+    x = rows.astype(np.float32)
+    if scale is None:
+        return x.astype(dtype.numpy)
+    x = x / (scale[:, 0] if scale.ndim == 3 else scale)
+    if dtype is FLOAT8E4M3FN:
+        return np.clip(x, -448, 448).astype(dtype.numpy)
+    low, high = (-128, 127) if dtype is INT8 else (-8, 7)
+    codes = np.where(np.isnan(x), 0, np.clip(np.rint(x), low, high)).astype(np.int8)
+    if dtype is INT8:
+        return codes
+    nibbles = (codes + 8).astype(np.uint8)
+    return nibbles[..., ::2] + 16 * nibbles[..., 1::2]
+
+
+@np.errstate(all="ignore")
+def decode(pool: Array, dtype: DType, scale: Array | None) -> Array:
+    """Values of a cache in float64."""
+    if dtype is INT4:
+        pool = np.stack([pool % 16, pool // 16], axis=-1).reshape(*pool.shape[:-1], -1).astype(np.int8) - 8
+    values = pool.astype(np.float64)
+    return values if scale is None else values * (scale[:, 0] if scale.ndim == 3 else scale)
+
+
 class Scene:
     """Some sequences with all their tokens, and the blocks they live in.
 
@@ -194,10 +220,7 @@ class Scene:
 
     def encode(self, rows: Array, scale: str) -> Array:
         """Rows (n, kv_num_heads, head_size) as the cache stores them."""
-        factor = self.scales.get(scale)
-        if factor is not None and factor.ndim == 3:
-            factor = factor[:, 0]
-        return codec.encode(rows.astype(np.float32), self.cache_dtype, factor)
+        return encode(rows, self.cache_dtype, self.scales.get(scale))
 
     def call(
         self,
@@ -296,15 +319,14 @@ def expected(call: Call) -> Expected:
         if f"{name}_cache" not in arrays:
             continue
         scale = arrays.get(f"{name[0]}_scale")
-        scale = scale[:, 0] if scale is not None and scale.ndim == 3 else scale
         pool = arrays[f"{name}_cache"].copy()
-        codes = codec.encode(rows.reshape(token_count, kv_heads, head_size).astype(np.float32), call.cache_dtype, scale)
+        codes = encode(rows.reshape(token_count, kv_heads, head_size), call.cache_dtype, scale)
         for b, start, j in live:
             slot = arrays["slot_mapping"][start + j] if "slot_mapping" in arrays else slot_of(b, int(past[b]) + j)
             if 0 <= slot < num_blocks * block_size:
                 pool[slot // block_size, slot % block_size] = codes[start + j]
         stored[name] = pool
-        decoded = codec.decode(pool, call.cache_dtype, scale, head_size, np.float64)
+        decoded = decode(pool, call.cache_dtype, scale)
         read[name] = np.repeat(decoded.reshape(-1, kv_heads, head_size), heads // kv_heads, axis=1)
     if latent:
         read["value"] = read["key"][..., :out_size]
