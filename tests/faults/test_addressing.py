@@ -236,7 +236,7 @@ def test_caches_that_are_views_of_larger_arrays(target, layout, kind, q_len):
         assert_same_bytes(after, before[name])
     if outcome is None:
         return
-    if target.backend == "flash" and target.on_gpu:  # Hopper's copy engine needs aligned rows; others take another kernel
+    if target.backend == "flash" and target.on_gpu:  # Hopper's copy engine needs aligned rows; others go elsewhere
         assert_close(outcome.output, contiguous.output, call.io)
     else:
         assert_same_bytes(outcome.output, contiguous.output)
