@@ -55,7 +55,7 @@ def _infer(context: Any) -> None:
     )
     values = coerce_attributes(attributes)
     for row in outputs:
-        proto = _cache_type(protos[row.alias]) if row.alias else None
+        proto = _cache_type(protos.get(row.alias)) if row.alias else None
         if row.name == "output":
             proto = _output_type(protos, values)
         elif row.name == "output_qk":

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
-import onnx.reference  # noqa: F401  it lists the schemas once, at import, and expects those of onnx alone
+import onnx
+import onnx.reference  # it lists the schemas once, at import, and expects those of onnx alone
 from onnx import defs, helper
 
 from pagedattn import contract
+from pagedattn.errors import MissingDependencyError
 from pagedattn.onnx.inference import infer
 from pagedattn.onnx.node import OUTPUTS
 from pagedattn.onnx.types import type_string
 
+MIN_ONNX = (1, 23)
 DOC = """Attention of a ragged batch of new tokens to a paged key-value cache.
 
 The new keys and values are stored at their slots of the cache, which is updated in place: outputs 1 and 2 are the
@@ -70,9 +74,22 @@ def register_schema() -> None:
     """Make onnx know the operator: its checker then counts and types its inputs, and shapes are inferred through it.
 
     Calling it again changes nothing. Only the onnx library is affected, not ONNX Runtime.
+
+    Raises
+    ------
+    MissingDependencyError
+        onnx is older than 1.23.
     """
+    if tuple(map(int, onnx.__version__.split(".")[:2])) < MIN_ONNX:
+        raise MissingDependencyError(
+            "register_schema: expected onnx >= 1.23, as earlier ones do not tell an inference function which names "
+            f'are empty, got {onnx.__version__}: pip install "onnx>=1.23"'
+        )
     if not defs.has(contract.NAME, contract.DOMAIN):
         defs.register_schema(make_schema())
+        # onnx would let go of the inference function after the interpreter has ended, which hangs or crashes.
+        atexit.unregister(deregister_schema)
+        atexit.register(deregister_schema)
 
 
 def deregister_schema() -> None:

@@ -202,6 +202,18 @@ def test_importing_the_library_does_not_import_onnx():
     assert run.returncode == 0, run.stderr
 
 
+def test_a_process_ends_well_after_registering():
+    """onnx keeps the inference function; letting go of it after the interpreter's end used to crash."""
+    run = python("import pagedattn.onnx as face; face.register_schema(); face.register_schema(); print('registered')")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "registered\n", "")
+
+
+def test_an_old_onnx_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(onnx, "__version__", "1.22.0")
+    with pytest.raises(MissingDependencyError, match=r'expected onnx >= 1.23.* got 1.22.0: pip install "onnx>=1.23"'):
+        register_schema()
+
+
 def test_without_onnx_the_error_names_the_cure():
     run = python(
         "import sys; sys.modules['onnx'] = None\n"
