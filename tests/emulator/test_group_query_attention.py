@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(toolchain.missing() is not None, reason=str(tool
 CASES = [case for case in SMOKE if has_padded_form(case)]
 
 
-@pytest.mark.parametrize("backend", [None, "decode", "flash", "dense"])
+@pytest.mark.parametrize("backend", ["decode", "flash", "dense"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_same_bits_as_paged(case: Case, backend: str | None):
+def test_same_bits_as_paged(case: Case, backend: str):
     built = build(case)
     call = padded(built)
     built.options.update(qk_dtype=case.io)
