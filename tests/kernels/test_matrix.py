@@ -18,12 +18,27 @@ from pagedattn.arrays import NUMPY
 from pagedattn.backends import flash_prefill
 from pagedattn.dtypes import BY_NAME
 from pagedattn.validate import validate
-from tests.faults.targets import Target, all_targets
+from tests.emulator import toolchain
+from tests.emulator.runtime import EmulatorRuntime
+from tests.faults.targets import EmulatedTarget, Target, all_targets
 from tests.support.build import TYPES, Built, build, outside
 from tests.support.cases import CORNER, SMOKE, Case, grid, sizes
 from tests.support.compare import verify
 
-TARGETS = [target for target in all_targets() if target.row.min_arch]
+
+def targets() -> list[Target]:
+    """Every CUDA backend: on a GPU where there is one, and emulated where the sources can be built for the CPU."""
+    found = {str(target): target for target in all_targets() if target.row.min_arch}
+    try:
+        toolchain.find()
+    except toolchain.ToolchainError:
+        return list(found.values())
+    rows = [row for row in support.ROWS if row.min_arch]
+    emulated = [EmulatedTarget(row, arch=EmulatorRuntime.arch) for row in rows]
+    return [*found.values(), *(target for target in emulated if str(target) not in found)]
+
+
+TARGETS = targets()
 # The emulator is some thousand times slower than a GPU; the whole grid runs there on request.
 WIDE = os.environ.get("PAGEDATTN_GRID") == "1"
 
@@ -58,7 +73,7 @@ def reason_against(target: Target, built: Built) -> str | None:
     return support.why_not(target.row, problem, target.arch)
 
 
-@pytest.mark.skipif(not TARGETS, reason="needs a GPU with CuPy, or PAGEDATTN_EMULATE=1 for the emulator")
+@pytest.mark.skipif(not TARGETS, reason="needs a GPU with CuPy, or g++ and the CUDA headers")
 @pytest.mark.parametrize(("target", "case"), parameters())
 def test_backend_is_right_or_refuses(target: Target, case: Case) -> None:
     check_backend(target, case)
