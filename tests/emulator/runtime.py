@@ -17,8 +17,8 @@ class EmulatorRuntime:
 
     arch = 80
 
-    def __init__(self) -> None:
-        self.executor = EmulatorExecutor()
+    def __init__(self, executor: EmulatorExecutor | None = None) -> None:
+        self.executor = executor or EmulatorExecutor()
 
     def stream(self) -> int:
         return 0
@@ -27,7 +27,7 @@ class EmulatorRuntime:
         return False
 
     def allocate(self, size: int) -> Any:
-        return memory.empty((size,), np.uint8)
+        return self.executor.empty((size,), np.uint8)
 
     def address(self, buffer: Any) -> int:
         return memory.pointer(buffer)

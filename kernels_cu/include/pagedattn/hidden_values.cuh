@@ -98,6 +98,7 @@ __device__ __forceinline__ void take_strange_values(float (&acc)[kMTiles][kTiles
   for (int key = warp; key < kKeys; key += kWarps) {
     unsigned char* s_row = s_values + key * Shape::kStride;
     if (!is_strange_row<Cache, Shape>(s_row)) continue;
+    __syncwarp();  // all lanes have read the row
     for (int byte = 16 * (threadIdx.x % kWarpSize); byte < 16 * Shape::kVectors; byte += 16 * kWarpSize) {
       *reinterpret_cast<Vector16*>(s_row + byte) = Vector16{};
     }

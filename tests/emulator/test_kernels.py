@@ -1,0 +1,125 @@
+"""The package's kernels in every mode of the emulator: no race, and the same bits in whatever order threads run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedattn import PagedAttention
+from pagedattn import runtime as runtimes
+from pagedattn.jit.sources import Sources, default_sources
+from tests.support.build import Built, build
+from tests.support.cases import Case
+
+from . import toolchain
+from .executor import EmulatorError, EmulatorExecutor
+from .runtime import EmulatorRuntime
+
+pytestmark = pytest.mark.skipif(toolchain.missing() is not None, reason=str(toolchain.missing()))
+
+# Long enough that each stage of a pipeline is filled again, and that a token has several splits.
+MIXED, DECODE = ((190, 5), (80, 1), (0, 70)), ((300, 1), (700, 1), (0, 1), (63, 1))
+FP8 = {"cache": "float8e4m3fn", "k_quant": "PER_TENSOR", "v_quant": "PER_CHANNEL"}
+LATENT = {"mode": "latent", "kv_num_heads": 1, "head_size": 144, "v_head_size": 128, "scale": 0.1}
+CASES = {
+    "decode": Case(lengths=DECODE, group_size=8, sink=True),
+    "decode rotated": Case(lengths=DECODE, group_size=4, rope="full", qk_norm=True),
+    "decode fp8": Case(lengths=DECODE, io="bfloat16", group_size=4, **FP8),
+    "flash": Case(lengths=MIXED, group_size=4),
+    "flash fp8": Case(lengths=MIXED, io="bfloat16", window=50, **FP8),
+    "dense": Case(lengths=MIXED, bias="BH", softcap=5.0),
+    "dense scores": Case(lengths=MIXED, qk_output=2),
+    "dense wide": Case(lengths=((70, 3),), io="bfloat16", kv_num_heads=1, head_size=1024),
+    "latent": Case(lengths=DECODE, group_size=16, **LATENT),
+    "latent fp8": Case(
+        lengths=MIXED, io="bfloat16", group_size=20, cache="float8e4m3fn", k_quant="PER_TENSOR", **LATENT
+    ),
+}
+
+
+def run(built: Built, backend: str, executor: EmulatorExecutor) -> dict[str, bytes]:
+    """Every result of a call, as bytes."""
+    parents = {name: executor.upload(array) for name, (array, _) in built.parents.items()}
+    arrays = {name: parents[name][index] for name, (_, index) in built.parents.items()}
+    if "attention_metadata" in built.parents:
+        arrays["attention_metadata"] = built["attention_metadata"]
+    before = runtimes.use_emulator(EmulatorRuntime(executor))
+    try:
+        result = PagedAttention(backend=backend, **built.attributes, **built.options)(**arrays)
+    finally:
+        runtimes.use_emulator(before)
+    results = {name: getattr(result, name) for name in ("output", "output_qk", "lse")} | parents
+    return {name: np.asarray(x).tobytes() for name, x in results.items() if x is not None}
+
+
+def with_infinities(built: Built) -> Built:
+    """Some new values are infinite: rows that do not admit their keys must not see them."""
+    built["value"][1::7] = np.inf
+    return built
+
+
+def check_orders(built: Built, backend: str) -> None:
+    want = run(built, backend, EmulatorExecutor(mode="races", seed=2))
+    for seed in (0, 1, 3):
+        got = run(built, backend, EmulatorExecutor(seed=seed))
+        assert [name for name in want if got[name] != want[name]] == [], f"differs with seed {seed}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_order_gives_the_same_bits_and_no_race(name: str) -> None:
+    check_orders(build(CASES[name]), name.split()[0])
+
+
+@pytest.mark.parametrize("name", ["decode", "flash", "dense"])
+def test_infinite_values_in_any_order(name: str) -> None:
+    check_orders(with_infinities(build(CASES[name])), name.split()[0])
+
+
+@pytest.mark.parametrize("chunks", [1, 4096])
+def test_prologue_with_few_and_many_rows_to_a_cta(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows pass through the same shared memory one after the other."""
+    monkeypatch.setattr("pagedattn.kernels.write_cache.CTAS_WORTH_SPREADING", chunks)
+    case = Case(lengths=((5, 9),), kv_num_heads=8, group_size=4, rope="partial", qk_norm=True)
+    check_orders(build(case), "flash")
+
+
+# A barrier or wait of a kernel, and a case that must fail without it.
+NEEDED = [
+    ("kernels/write_cache.cu", "__syncwarp();  // the row is whole", "decode rotated"),
+    ("kernels/decode_split_kv.cu", "__syncthreads();  // every warp has left", "decode"),
+    ("kernels/decode_split_kv.cu", "__syncthreads();  // acc and state", "decode"),
+    ("kernels/decode_split_kv.cu", "__syncthreads();  // the query rows", "decode"),
+    ("kernels/decode_split_kv.cu", "__syncwarp();  // tile i is visible", "decode"),
+    ("kernels/decode_split_kv.cu", "ptx::cp_async_wait<", "decode"),
+    ("include/pagedattn/cta_tiles.cuh", "__syncthreads();  // all warps are done", "dense wide"),
+    ("include/pagedattn/cta_tiles.cuh", "ptx::cp_async_wait<", "flash"),
+    ("include/pagedattn/cta_tiles.cuh", "__syncthreads();\n    if", "flash"),
+    ("include/pagedattn/hidden_values.cuh", "__syncwarp();  // all lanes have", "flash infinite"),
+    ("include/pagedattn/hidden_values.cuh", "__syncthreads();  // every warp has taken", "flash infinite"),
+    ("include/pagedattn/hidden_values.cuh", "__syncthreads();  // the cleared rows", "flash infinite"),
+    ("include/pagedattn/wide_attention.cuh", "__syncthreads();  // the maxima of every", "latent"),
+    ("include/pagedattn/wide_attention.cuh", "__syncthreads();  // the probabilities", "dense"),
+    ("include/pagedattn/wide_attention.cuh", "__syncthreads();  // the partial sums", "dense"),
+]
+
+
+@pytest.mark.parametrize(("file", "statement", "name"), NEEDED)
+def test_a_barrier_taken_out_of_a_kernel_is_missed(file: str, statement: str, name: str, tmp_path: Path) -> None:
+    """The races mode reports it; a missing wait leaves poison, which changes the results."""
+    shutil.copytree(default_sources().root, tmp_path / "kernels_cu")
+    source = tmp_path / "kernels_cu" / file
+    text = source.read_text()
+    assert text.count(statement) == 1, f"{file} has changed: {statement}"
+    source.write_text(text.replace(statement, "//" + statement))
+    built = build(CASES[name.removesuffix(" infinite")])
+    if "infinite" in name:
+        with_infinities(built)
+    try:
+        results = run(built, name.split()[0], EmulatorExecutor(Sources(tmp_path / "kernels_cu"), mode="races"))
+    except EmulatorError as error:
+        assert "race in dynamic shared memory" in str(error)
+    else:
+        assert results != run(built, name.split()[0], EmulatorExecutor())
