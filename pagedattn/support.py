@@ -112,7 +112,7 @@ _NO_SCORES = No("its kernel never holds the scores; dense does")
 
 
 def narrow_heads(problem: Problem) -> str | None:
-    """Head sizes whose accumulators fit a warp's registers."""
+    """Head sizes up to 256, whose accumulators fit a warp's registers."""
     return None if problem.head_size <= 256 else f"head_size {problem.head_size} is above 256"
 
 
@@ -158,7 +158,7 @@ FLASH = Row(
 
 
 def latent_limits(problem: Problem) -> str | None:
-    """Latent rows of which a tile fits shared memory beside the queries."""
+    """Rows up to 576 channels, of which a tile fits shared memory beside the queries."""
     return None if problem.head_size <= 576 else f"head_size {problem.head_size} is above 576"
 
 
@@ -181,7 +181,7 @@ LATENT = Row(
 
 
 def dense_limits(problem: Problem) -> str | None:
-    """Heads of which a tile fits shared memory."""
+    """Head sizes up to 1024, of which a tile fits shared memory."""
     return None if problem.head_size <= 1024 else f"head_size {problem.head_size} is above 1024"
 
 

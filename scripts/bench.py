@@ -451,7 +451,8 @@ def line(row: dict[str, Any]) -> str:
         return f"{row['workload']:5} {row['error']}"
     burst = f"{row['burst_us']:9.1f}" if row["burst_us"] else " " * 9
     return (
-        f"{row['workload']:5} {row['backend']:7} {row['cache']:24} page {row['page']:<4} graph {row['graph_us']:9.1f} us  "
+        f"{row['workload']:5} {row['backend']:7} {row['cache']:24} page {row['page']:<4} "
+        f"graph {row['graph_us']:9.1f} us  "
         f"burst {burst}  eager {row['time_us']:9.1f} us  host {row['host_us']:6.1f} us  {row['kv_gbps']:6.0f} GB/s  "
         f"{row['tflops']:6.1f} TFLOP/s  {row['pct_of_ceiling']:5.1f}%  err {row['relative_error']:.1e}  "
         f"{row['sm_mhz']} MHz {row['power_w'] and round(row['power_w'])} W"
