@@ -55,22 +55,24 @@ def digest() -> str:
 
 
 def problems(record: dict[str, Any]) -> list[str]:
-    """Everything that keeps a record from standing for these sources; empty when it does."""
+    """Everything that keeps a record from standing for these sources; empty when it does, or says why it is pending."""
+    if record.get("pending"):
+        reason = record["pending"]
+        return [] if isinstance(reason, str) else [f"pending: expected a reason, got {reason!r}"]
     found = []
     if record["digest"] != digest():
         found.append("the sources have changed since the record was made; run scripts/gpu_check.py on a GPU again")
-    if record.get("pending"):
-        return [f"pending: {record['pending']}"] if not isinstance(record["pending"], str) else []
     tests = record["tests"]
     if tests["failed"] or not tests["passed"]:
         found.append(f"tests: {tests['passed']} passed, {tests['failed']} failed")
+    if not record["sanitizer"]:
+        found.append("sanitizer: no tool ran")
     for entry in record["sanitizer"]:
         if entry["findings"] != 0 or entry["failed"] or not entry["passed"]:
             found.append(f"sanitizer {entry['tool']}: {entry['findings']} findings, {entry['failed']} tests failed")
-    if not record["sanitizer"]:
-        found.append("sanitizer: no tool ran")
-    found += [f"bench {row['workload']}: {row['error']}" for row in record["bench"] if "error" in row]
-    return found
+    if not record["bench"]:
+        found.append("bench: nothing was measured")
+    return found + [f"bench {row['workload']}: {row['error']}" for row in record["bench"] if "error" in row]
 
 
 def environment() -> dict[str, Any]:

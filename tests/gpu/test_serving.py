@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from pagedattn.cache import BlockPool, BlockTable, allocate_cache, assemble, copy_blocks
-from tests.support.serving import Config, Engine, calibrate_scales, drain, random_model
+from tests.support.serving import Config, Engine, calibrate_scales, drain, load_llama2c, random_model
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+CHECKPOINT = DATA / "stories260K.bin"
 
 CONFIG = Config(
     hidden_size=256, intermediate_size=128, num_layers=2, num_heads=4, kv_num_heads=2, vocab_size=64, max_length=256
@@ -65,3 +71,20 @@ def test_the_example_serves_the_same_logits_as_on_the_cpu(cupy, dtype):
     # Activations are float16 or bfloat16 on the device, float32 on the host; a code may fall to its other side.
     bound = {"float16": 0.01, "bfloat16": 0.08}.get(dtype, 0.1)
     assert np.sqrt(np.mean((logits[1] - logits[0]) ** 2)) < bound * spread
+
+
+@pytest.mark.skipif(not CHECKPOINT.exists(), reason=f"{CHECKPOINT} is absent")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_real_model_tells_the_reference_stories(cupy, dtype):
+    """Greedy ids are equal up to the first choice whose margin half-precision activations could turn."""
+    references = json.loads((DATA / "stories260K_greedy.json").read_text())["runs"]
+    engine = Engine(load_llama2c(CHECKPOINT, cupy), 64, 16, cache_dtype=dtype)
+    sequences = [engine.add(run["prompt_ids"], len(run["ids"])) for run in references]
+    drain(engine)
+    error = {"float16": 0.12, "bfloat16": 0.8}[dtype]  # twice the largest error of a logit on the host
+    compared = 0
+    for run, sequence in zip(references, sequences, strict=True):
+        sure = next((i for i, margin in enumerate(run["margins"]) if margin < error), len(run["ids"]))
+        assert sequence.new_tokens[:sure] == run["ids"][:sure]
+        compared += sure
+    assert compared > 20
