@@ -30,10 +30,10 @@ SHARED_BYTES = 4 * THREADS
 
 @dataclass(frozen=True)
 class FaultsSpec(Spec):
-    fault: int
+    """Nothing to choose: which fault it is comes with the launch, so that all are compiled once."""
 
 
-PARAMS = params("FaultsParams", source=ptr, target=ptr, count=i32, offset=i32)
+PARAMS = params("FaultsParams", source=ptr, target=ptr, count=i32, offset=i32, fault=i32)
 KERNEL = Kernel("faults", FaultsSpec, PARAMS, lambda spec: THREADS, lambda spec: SHARED_BYTES)
 
 
@@ -52,11 +52,17 @@ def line_of(fault: str) -> str:
 
 def run(executor: EmulatorExecutor, fault: str, offset: int = 0, ctas: int = 2) -> np.ndarray:
     """Launch a fault; the output, poison where nothing was written."""
-    function = executor.load(KERNEL, FaultsSpec(FAULTS.index(fault)))
+    function = executor.load(KERNEL, FaultsSpec())
     count = ctas * THREADS
     source = executor.upload(np.arange(1, count + 1, dtype=np.float32))
     target = executor.empty(count, np.float32)
-    packed = PARAMS.pack(source=executor.pointer(source), target=executor.pointer(target), count=count, offset=offset)
+    packed = PARAMS.pack(
+        source=executor.pointer(source),
+        target=executor.pointer(target),
+        count=count,
+        offset=offset,
+        fault=FAULTS.index(fault),
+    )
     executor.launch(function, (ctas, 1, 1), THREADS, SHARED_BYTES, packed)
     return np.array(target)
 

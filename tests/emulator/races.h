@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 namespace emulator {
@@ -44,7 +43,7 @@ class Races {
     cells_.resize(dynamic_bytes / 4 + fixed_bytes / 4 + 2);
     barrier_time_ = now_++;  // forgets the last CTA
     std::fill_n(warp_time_, kMaxWarps, 0u);
-    std::memset(known_, 0, sizeof known_);
+    std::fill_n(known_, kMaxWarps, Knowledge{});
     lane_time_.assign(size_t{warps} * 32 * 32, 0);
   }
 

@@ -10,6 +10,7 @@
 
 #include <dlfcn.h>
 #include <execinfo.h>
+#include <immintrin.h>
 #include <link.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -30,9 +31,6 @@
 #include <string>
 #include <thread>
 #include <vector>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 // Present only when the process runs under AddressSanitizer.
 extern "C" {
@@ -60,7 +58,6 @@ size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) /
 
 // ---------------------------------------------------------------------------------------------------------- switching
 
-#if defined(__x86_64__)
 // Callee-saved registers go onto the stack, the stack pointer into *from. No system call: about as dear as two calls.
 extern "C" void emulator_switch(void** from, void* to);
 extern "C" void emulator_start();
@@ -138,20 +135,6 @@ struct Context {
   }
   void switch_to(Context& to) { emulator_switch(&stack_pointer, to.stack_pointer); }
 };
-#else
-extern "C" void emulator_fiber_main();
-struct Context {
-  ucontext_t context;
-
-  void start(char* bottom, size_t bytes) {
-    getcontext(&context);
-    context.uc_stack = {.ss_sp = bottom, .ss_flags = 0, .ss_size = bytes};
-    context.uc_link = nullptr;
-    makecontext(&context, emulator_fiber_main, 0);
-  }
-  void switch_to(Context& to) { swapcontext(&context, &to.context); }
-};
-#endif
 
 // ------------------------------------------------------------------------------------------------------------- state
 
@@ -226,7 +209,6 @@ struct Launch {
 
   std::atomic<unsigned> next{0};
   std::atomic<bool> failed{false};
-  std::atomic<bool> timed_out{false};
   std::mutex mutex;
   std::condition_variable finished;
   unsigned running = 0;
@@ -826,9 +808,7 @@ void Worker::run_cta(unsigned number) {
 
 void Worker::run() {
   worker = this;
-#if defined(__x86_64__)
   _mm_setcsr(_mm_getcsr() | 0x8040);  // subnormal float32 are zero, as in code compiled with -ftz=true
-#endif
   if (!signal_stack) signal_stack = std::make_unique<char[]>(size_t{1} << 16);
   stack_t alternate{.ss_sp = signal_stack.get(), .ss_flags = 0, .ss_size = size_t{1} << 16}, previous;
   sigaltstack(&alternate, &previous);
@@ -866,6 +846,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   }
   if (claim_report()) {
     Report& report = worker->launch->report;
+    const greg_t* registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
     switch (signal) {
       case SIGSEGV:
       case SIGBUS: {
@@ -873,10 +854,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
           report.add("misaligned vector access, or an address that cannot exist");
           break;
         }
-        bool writes = false;
-#if defined(__x86_64__)
-        writes = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2;
-#endif
+        const bool writes = registers[REG_ERR] & 2;
         report.add("invalid %s at address %p", writes ? "write" : "read", info->si_addr);
         worker->launch->faulting_address = info->si_addr;
         const char* address = static_cast<char*>(info->si_addr);
@@ -894,11 +872,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
     }
     report.add("\n  in ");
     add_threads(report, self());
-    void* interrupted = nullptr;
-#if defined(__x86_64__)
-    interrupted = reinterpret_cast<void*>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
-#endif
-    add_frames(report, interrupted);
+    add_frames(report, reinterpret_cast<void*>(registers[REG_RIP]));
   }
   siglongjmp(worker->recover, 1);
 }
@@ -989,7 +963,6 @@ EMULATOR_API int emulator_launch(const EmulatorLaunch* request, char* text, uint
     const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(request->seconds);
     const auto done = [&] { return launch.running == 0; };
     if (!launch.finished.wait_until(lock, std::chrono::time_point_cast<std::chrono::steady_clock::duration>(limit), done)) {
-      launch.timed_out = true;
       while (!done()) {
         for (std::thread& thread : threads) pthread_kill(thread.native_handle(), SIGUSR1);
         launch.finished.wait_for(lock, std::chrono::milliseconds(50), done);

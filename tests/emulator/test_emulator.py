@@ -40,10 +40,10 @@ def executor(mode: str = "plain", seed: int = 0) -> EmulatorExecutor:
 
 @dataclass(frozen=True)
 class VocabularySpec(Spec):
-    word: int
+    pass
 
 
-VOCABULARY_PARAMS = params("VocabularyParams", source=ptr, target=ptr, scratch=ptr)
+VOCABULARY_PARAMS = params("VocabularyParams", source=ptr, target=ptr, scratch=ptr, word=i32)
 VOCABULARY = Kernel("vocabulary", VocabularySpec, VOCABULARY_PARAMS, lambda spec: 128, lambda spec: 0)
 WORDS = re.findall(
     r"\bk[A-Z]\w+",
@@ -132,8 +132,8 @@ def run_word(device: EmulatorExecutor, word: str, threads: int = 128) -> tuple[n
     source, target = device.upload(X.astype(np.int32)), device.empty(128, np.int32)
     scratch = device.zeros(128, np.int32)
     pointers = [device.pointer(array) for array in (source, target, scratch)]
-    packed = VOCABULARY_PARAMS.pack(source=pointers[0], target=pointers[1], scratch=pointers[2])
-    device.launch(device.load(VOCABULARY, VocabularySpec(WORDS.index(word))), (1, 1, 1), threads, 0, packed)
+    packed = VOCABULARY_PARAMS.pack(source=pointers[0], target=pointers[1], scratch=pointers[2], word=WORDS.index(word))
+    device.launch(device.load(VOCABULARY, VocabularySpec()), (1, 1, 1), threads, 0, packed)
     return target, scratch
 
 
@@ -396,28 +396,28 @@ def test_clusters_are_refused() -> None:
 def test_kernel_of_another_arch_is_refused() -> None:
     kernel = Kernel("vocabulary", VocabularySpec, VOCABULARY_PARAMS, lambda s: 128, lambda s: 0, archs=("sm_90a",))
     with pytest.raises(UnsupportedError, match="sm_90a"):
-        executor().load(kernel, VocabularySpec(0))
+        executor().load(kernel, VocabularySpec())
 
 
 @pytest.mark.parametrize(("grid", "block"), [((1, 65536, 1), 128), ((1, 1, 1), 1025), ((1, 1, 1), 0)])
 def test_impossible_launch_is_refused(grid: tuple[int, int, int], block: int) -> None:
     device = executor()
-    function = device.load(VOCABULARY, VocabularySpec(0))
+    function = device.load(VOCABULARY, VocabularySpec())
     with pytest.raises(EmulatorError, match="device"):
-        device.launch(function, grid, block, 0, VOCABULARY_PARAMS.pack(source=0, target=0, scratch=0))
+        device.launch(function, grid, block, 0, VOCABULARY_PARAMS.pack(source=0, target=0, scratch=0, word=0))
 
 
 def test_empty_grid_runs_nothing() -> None:
     device = executor()
-    function = device.load(VOCABULARY, VocabularySpec(0))
-    device.launch(function, (0, 1, 1), 128, 0, VOCABULARY_PARAMS.pack(source=0, target=0, scratch=0))
+    function = device.load(VOCABULARY, VocabularySpec())
+    device.launch(function, (0, 1, 1), 128, 0, VOCABULARY_PARAMS.pack(source=0, target=0, scratch=0, word=0))
 
 
 def test_compiled_kernels_are_found_again() -> None:
     device = EmulatorExecutor(planted.sources())
-    device.load(VOCABULARY, VocabularySpec(0))
+    device.load(VOCABULARY, VocabularySpec())
     before = sorted(device._toolchain.cache.iterdir())
-    EmulatorExecutor(planted.sources()).load(VOCABULARY, VocabularySpec(0))
+    EmulatorExecutor(planted.sources()).load(VOCABULARY, VocabularySpec())
     assert sorted(device._toolchain.cache.iterdir()) == before
 
 

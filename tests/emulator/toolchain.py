@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,8 @@ _COMMON = (
     "-Wno-unknown-pragmas",
     "-Wno-attributes",
 )
-_LINES = ("-g1", "-gdwarf-4")  # for messages; addr2line misreads #line in version 5
+# For the places in messages: addr2line misreads #line in version 5, and equal code of two branches must not be merged.
+_LINES = ("-g1", "-gdwarf-4", "-fno-crossjumping", "-fno-tree-tail-merge")
 MODES = {
     "plain": ("-O2", *_LINES),
     "debug": ("-O0", "-g", "-gdwarf-4"),
@@ -122,7 +124,9 @@ class Toolchain:
         """
         target = self.cache / f"{name}-{_digest(self.digest, *self.flags, text)[:16]}.so"
         if target.exists():
+            os.utime(target)
             return target
+        _forget_old(self.cache)
         source = target.with_suffix(".cpp")
         self.cache.mkdir(parents=True, exist_ok=True)
         _write(source, text)
@@ -135,10 +139,14 @@ class Toolchain:
             *(*self.flags, f"-ffile-prefix-map={snapshot}={include_dir}", "-include", str(self.prelude)),
             *(*self._includes, "-I", str(snapshot), "-x", "c++", str(source)),
         )
-        if self.mode != "races":
-            return self._build(target, (*arguments, *self._link()), directory)
-        compiled = self._build(target.with_suffix(".o"), (*arguments, "-c"), directory)
-        return self._build(target, (str(compiled), *self._link()), directory)  # without libtsan
+        if self.mode == "races":
+            compiled = self._build(target.with_suffix(".o"), (*arguments, "-c"), directory)
+            self._build(target, (str(compiled), *self._link()), directory)  # without libtsan
+            compiled.unlink(missing_ok=True)
+        else:
+            self._build(target, (*arguments, *self._link()), directory)
+        source.unlink(missing_ok=True)  # stays for a look at what did not compile
+        return target
 
     @property
     def _includes(self) -> tuple[str, ...]:
@@ -173,8 +181,8 @@ def find(mode: str = "plain") -> Toolchain:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise ToolchainError("the emulator needs g++ 12 or later: no g++ on PATH, and CXX names none")
-    if platform.machine() != "x86_64":
-        raise ToolchainError(f"the emulator runs on x86-64, not on {platform.machine()}")
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise ToolchainError(f"the emulator runs on x86-64 Linux, not on {platform.machine()} {platform.system()}")
     root = os.environ.get("EMULATOR_CACHE_DIR")
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return Toolchain(compiler, find_cuda_headers(), mode, Path(root) if root else base / "pagedattn-emulator")
@@ -212,6 +220,17 @@ def _machine_flags() -> tuple[str, ...]:
     except OSError:
         return ()
     return ("-march=x86-64-v3",) if {"avx2", "fma", "f16c", "bmi2"} <= flags else ()
+
+
+@functools.cache
+def _forget_old(cache: Path) -> None:
+    """Delete what no test run has used for a week: each change of a header leaves the kernels compiled before it."""
+    for path in cache.glob("*"):
+        try:
+            if time.time() - path.stat().st_mtime > 7 * 24 * 3600 and not path.name.startswith(("prelude", "runtime")):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except FileNotFoundError:  # by another process
+            pass
 
 
 def _digest(*parts: str) -> str:
