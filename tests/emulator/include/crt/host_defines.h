@@ -1,6 +1,7 @@
 // What vector_types.h and the half, bfloat16 and fp8 headers need of the compiler's own crt/host_defines.h,
-// which the runtime-header wheel does not carry. Found before any real one, so the meaning below always holds.
+// which the runtime-header wheel does not carry. A toolkit has one; its include guard is set here to keep it out.
 #pragma once
+#define __HOST_DEFINES_H__
 
 #define __host__
 #define __device__

@@ -5,6 +5,7 @@
 // which fibers run is a free choice, which EMULATOR_SEED makes.
 #pragma once
 
+#include <crt/host_defines.h>
 #include <vector_types.h>
 
 #include <cstddef>
