@@ -35,12 +35,21 @@ __device__ __forceinline__ int64_t capacity_of(const BlockTable& table) {
   return capacity < 0x7fffffff ? capacity : 0x7fffffff;
 }
 
+// What the table has for a position in [0, capacity).
+__device__ __forceinline__ int entry_of_position(const BlockTable& table, int sequence, int position) {
+  if (table.entries == nullptr) return sequence;
+  const int shift = 31 - __clz(table.block_size);
+  return table.entries[static_cast<int64_t>(sequence) * table.max_blocks_per_sequence + (position >> shift)];
+}
+
+// The block that an entry names, or kUnmapped.
+__device__ __forceinline__ int block_of_entry(const BlockTable& table, int entry) {
+  return entry >= 0 && entry < table.num_blocks ? entry : kUnmapped;
+}
+
 // Block of a position in [0, capacity), or kUnmapped.
 __device__ __forceinline__ int block_of_position(const BlockTable& table, int sequence, int position) {
-  if (table.entries == nullptr) return sequence < table.num_blocks ? sequence : kUnmapped;
-  const int shift = 31 - __clz(table.block_size);
-  const int block = table.entries[static_cast<int64_t>(sequence) * table.max_blocks_per_sequence + (position >> shift)];
-  return block >= 0 && block < table.num_blocks ? block : kUnmapped;
+  return block_of_entry(table, entry_of_position(table, sequence, position));
 }
 
 __device__ __forceinline__ int offset_in_block(const BlockTable& table, int position) {
