@@ -51,6 +51,10 @@ class Block(mmap.mmap):
         _blocks[block.start] = block
         return block
 
+    def __del__(self) -> None:
+        # Whoever is given these addresses next may use them all.
+        _sanitizer("unpoison", self.start - self.gaps[0].stop, len(self))
+
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         offset = self.gaps[1].start - self.nbytes
         array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, self, offset)
