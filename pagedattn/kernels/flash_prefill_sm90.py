@@ -166,9 +166,7 @@ class Sm90Kernel:
         self.spec = choose(p.io_dtype, p.head_size, has_rules, executor.max_shared_bytes)
         self.function = executor.load(KERNEL, self.spec)
         self.channels = group_channels(p.head_size)
-        self.grid = grid(
-            self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size, executor.multiprocessors
-        )
+        self.grid = grid(self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size, executor.multiprocessors)
 
     def why_not(self, query: tuple[int, int], key_cache: TensorInfo, value_cache: TensorInfo) -> str | None:
         """Reason why these arrays cannot be read, or None; ``query`` is the rows' address and stride in elements."""
