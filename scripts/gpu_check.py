@@ -97,7 +97,7 @@ def run_tests() -> dict[str, Any]:
     """Run the tests marked gpu; the kernels they need are compiled in parallel by the first one."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        workers = ["-n", str(min(8, os.cpu_count() or 1))] if _has_module("xdist") else []
+        workers = ["-n", str(min(12, os.cpu_count() or 1))] if _has_module("xdist") else []
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-m", "gpu or big_gpu", *workers, f"--junitxml={report}", "tests"],
             cwd=ROOT,
