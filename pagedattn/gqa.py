@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,7 +209,7 @@ def group_query_attention(
         The cache. **Written in place** and returned if ``C >= total_sequence_length``; else copied into larger arrays.
     seqlens_k : (B,), int32
         Tokens of each sequence in the cache **after** this call, **minus one**.
-    total_sequence_length : int, or array of one int32 in host memory
+    total_sequence_length : int, or array of one integer in host memory
         The largest number of tokens in the batch; with query_seqlens a bound of it.
     cos_cache, sin_cache : (max_seq_len, rotary_dim / 2), T, optional
     position_ids : (B, S), int64 or int32, optional
@@ -323,6 +324,8 @@ def group_query_attention(
 def _host_int(x: Any) -> int:
     """total_sequence_length: a Python int, or an array of one element in host memory."""
     if not hasattr(x, "shape"):
+        if not isinstance(x, Integral):
+            raise InvalidArgumentError(expected("total_sequence_length", "an integer", repr(x)))
         return int(x)
     infos, adapters = describe({"total_sequence_length": x})
     info = infos["total_sequence_length"]

@@ -31,6 +31,11 @@ def merge_attention_states(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple
         Summed in float32, rounded once.
     lse : (N, H), float32
         -inf for a row that attended nothing; its output is 0.
+
+    Raises
+    ------
+    InvalidArgumentError
+        No part is given, or the shapes do not agree.
     """
     if not outputs or len(outputs) != len(lses):
         raise InvalidArgumentError(
@@ -43,8 +48,14 @@ def merge_attention_states(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple
                 f"outputs, lses: expected the shapes of the first part, {tuple(first.shape)} and "
                 f"{tuple(lses[0].shape)}, got {tuple(output.shape)} and {tuple(lse.shape)}."
             )
+    rows_and_heads, shape = tuple(lses[0].shape), tuple(first.shape)
+    fits = len(rows_and_heads) == 2 and len(shape) in (2, 3) and rows_and_heads[0] == shape[0]
+    if not fits or (shape[1] % max(rows_and_heads[1], 1) if len(shape) == 2 else shape[1] != rows_and_heads[1]):
+        raise InvalidArgumentError(
+            f"lses: expected shape (rows, heads) of outputs, which are {shape}, got {rows_and_heads}."
+        )
     xp = sys.modules[type(first).__module__.partition(".")[0]]
-    rows, heads = lses[0].shape
+    rows, heads = rows_and_heads
 
     def per_head(output: Any) -> Any:
         return xp.asarray(output, dtype=xp.float32).reshape(rows, heads, -1)

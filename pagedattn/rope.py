@@ -242,6 +242,11 @@ def from_parameters(
         ``config.max_position_embeddings``: needed by "dynamic", and by "yarn" and "longrope" without a factor.
     length : int, optional
         Length of the sequence, for "dynamic" and "longrope"; by default a short one.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The type is unknown, or lacks a parameter that it cannot do without.
     """
     given = dict(parameters)
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
@@ -252,20 +257,22 @@ def from_parameters(
     def stretch() -> float:
         if given.get("factor") is not None:
             return float(given["factor"])
-        return _required("max_position_embeddings", max_position_embeddings) / _required(
-            "original_max_position_embeddings", original
-        )
+        longest = float(_required("max_position_embeddings", max_position_embeddings))
+        return longest / float(_required("original_max_position_embeddings", original))
 
     def take(*names: str) -> dict[str, Any]:
         return {name: given[name] for name in names if given.get(name) is not None}
 
+    def need(*names: str) -> dict[str, Any]:
+        return {name: _required(name, given.get(name)) for name in names}
+
     if kind == "default":
         return default(rotary_dim, theta)
     if kind == "linear":
-        return linear(rotary_dim, theta, **take("factor"))
+        return linear(rotary_dim, theta, **need("factor"))
     if kind == "dynamic":
         limit = int(_required("max_position_embeddings", max_position_embeddings))
-        return dynamic_ntk(rotary_dim, theta, max_position_embeddings=limit, length=length or limit, **take("factor"))
+        return dynamic_ntk(rotary_dim, theta, max_position_embeddings=limit, length=length or limit, **need("factor"))
     if kind == "yarn":
         optional = take("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
         limit = int(_required("original_max_position_embeddings", original))
@@ -278,20 +285,21 @@ def from_parameters(
             original_max_position_embeddings=limit,
             length=length or 0,
             factor=stretch(),
-            **take("short_factor", "long_factor", "attention_factor"),
+            **need("short_factor", "long_factor"),
+            **take("attention_factor"),
         )
     if kind == "llama3":
         return llama3(
             rotary_dim,
             theta,
-            **take("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            **need("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         )
     raise InvalidArgumentError(
         f"rope_type: expected one of default, linear, dynamic, yarn, longrope, llama3, got {kind!r}."
     )
 
 
-def _required(name: str, value: float | None) -> float:
+def _required(name: str, value: Any) -> Any:
     if value is None:
         raise InvalidArgumentError(f"{name}: required by this rope_type, got none.")
     return value

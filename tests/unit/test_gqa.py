@@ -463,6 +463,8 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "many new": ({"query_seqlens": np.array([2, 5, 1], I32)}, r"query_seqlens\[1\]: expected a value in \[0, min\("),
     "more than all": ({"query_seqlens": np.array([2, 4, -1], I32)}, r"query_seqlens\[2\]: .* got -1"),
     "total": ({"total_sequence_length": 3}, "total_sequence_length: expected a value >= sequence_length = 4"),
+    "total in words": ({"total_sequence_length": "8"}, "total_sequence_length: expected an integer, got '8'"),
+    "half a total": ({"total_sequence_length": 8.5}, "total_sequence_length: expected an integer, got 8.5"),
     "totals": ({"total_sequence_length": np.array([8, 8], I32)}, "total_sequence_length: expected one integer"),
     "positions": ({"position_ids": np.zeros((3, 3), np.int64)}, "position_ids: expected dimension 1 to be sequence_"),
     "position type": ({"position_ids": np.zeros((3, 4), np.float32)}, "position_ids: expected element type int64 or"),

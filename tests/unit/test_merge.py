@@ -72,3 +72,8 @@ def test_parts_must_agree():
         merge_attention_states([output], [])
     with pytest.raises(InvalidArgumentError, match=r"expected the shapes of the first part.*got \(2, 8\)"):
         merge_attention_states([output, output[:2]], [lse, lse[:2]])
+    for wrong in (lse.T, lse[:, 0], np.zeros((ROWS, 3))):
+        with pytest.raises(InvalidArgumentError, match=r"lses: expected shape \(rows, heads\) of outputs"):
+            merge_attention_states([output, output], [wrong, wrong])
+    with pytest.raises(InvalidArgumentError, match=r"lses: expected shape \(rows, heads\) of outputs"):
+        merge_attention_states([output.reshape(ROWS, HEADS, WIDTH)], [np.zeros((ROWS, WIDTH))])

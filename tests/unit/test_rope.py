@@ -184,6 +184,8 @@ def test_parameters_of_a_config(name):
         (lambda: rope.from_parameters({"rope_type": "axial"}, 8), r"rope_type: expected one of .*got 'axial'"),
         (lambda: rope.from_parameters({"rope_type": "dynamic", "factor": 2.0}, 8), "max_position_embeddings: required"),
         (lambda: rope.from_parameters({"rope_type": "yarn"}, 8), "original_max_position_embeddings: required"),
+        (lambda: rope.from_parameters({"rope_type": "linear"}, 8), "factor: required by this rope_type"),
+        (lambda: rope.from_parameters({"rope_type": "llama3", "factor": 8.0}, 8), "low_freq_factor: required"),
     ],
 )
 def test_errors_name_the_argument(call, message):
