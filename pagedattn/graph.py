@@ -32,9 +32,15 @@ class GraphedStep(Generic[Result]):
     ----------
     result
         What ``step`` returned under capture: its arrays hold the results after each replay.
+
+    Raises
+    ------
+    MissingDependencyError
+        CuPy or a GPU is absent.
     """
 
     def __init__(self, step: Callable[[], Result], device: int | None = None) -> None:
+        cuda.require_device()
         self._cupy = cuda.cupy()
         self._device = self._cupy.cuda.Device(device)
         with self._device:

@@ -21,13 +21,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import transformers
-from transformers.cache_utils import CacheLayerMixin
-
 from pagedattn.api import paged_attention
 from pagedattn.cache import BlockPool, BlockTable, assemble
-from pagedattn.errors import InvalidArgumentError, UnsupportedError
+from pagedattn.errors import InvalidArgumentError, MissingDependencyError, UnsupportedError
+
+try:
+    import torch
+    import transformers
+    from transformers.cache_utils import CacheLayerMixin
+except ImportError as error:
+    raise MissingDependencyError(
+        f'pagedattn.integrations.transformers needs torch and transformers ({error}): pip install "pagedattn[models]"'
+    ) from error
 
 __all__ = ["PagedCache", "PagedLayer", "attention", "register"]
 

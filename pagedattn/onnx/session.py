@@ -119,6 +119,8 @@ class Session:
             model = onnx.load_model_from_string(model)
         elif not isinstance(model, onnx.ModelProto):
             model = onnx.load(model)
+        if device == "cuda":
+            cuda.require_device()
         self._types = {info.name: info.type.tensor_type for info in model.graph.input}
         self._caches = caches_of(model)
         self._dims = dict(dims or {})
@@ -128,6 +130,8 @@ class Session:
         kept = {cache.name for cache in self._caches}
         self.input_names = [name for name in self._types if name not in kept and name not in initializers]
         self.output_names = [info.name for info in model.graph.output]
+        computed = {name for node in model.graph.node for name in node.output if name}
+        self._values = computed | set(self._types) | initializers
         self.caches: dict[str, Any] = {}
 
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
@@ -136,15 +140,26 @@ class Session:
         Parameters
         ----------
         output_names : sequence of str, or None
-            None returns all outputs.
+            None returns all outputs; any other value of the graph may be asked for by name.
         feeds : mapping of str to array
             The inputs by name. A cache among them takes the place of the one that the session has.
 
         Returns
         -------
         list of arrays
+
+        Raises
+        ------
+        InvalidArgumentError
+            A name is not the model's, an input is absent, or an attention node breaks its contract.
         """
         wanted = list(self.output_names if output_names is None else output_names)
+        outputs = ", ".join(self.output_names)
+        for name in wanted:
+            if name not in self._values:
+                raise InvalidArgumentError(
+                    expected("output_names", f"values of the model, whose outputs are {outputs}", repr(name))
+                )
         for name in feeds:
             if name not in self._types:
                 raise InvalidArgumentError(expected("feeds", f"inputs among {', '.join(self._types)}", repr(name)))

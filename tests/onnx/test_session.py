@@ -12,7 +12,8 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference.op_run import OpRun
 
-from pagedattn import InvalidArgumentError, contract, gqa, paged_attention
+from pagedattn import InvalidArgumentError, MissingDependencyError, contract, gqa, paged_attention
+from pagedattn.jit import cuda
 from pagedattn.onnx import Session
 from pagedattn.onnx.session import caches_of
 from tests.onnx.graphs import CACHES_OUT, ELEMENTS, F16, F32, HEADS, I8, I32, PACKED, model_of, raw_node
@@ -256,6 +257,8 @@ def test_unknown_and_missing_feeds_are_named():
     feeds = {"query": queries(2), **lengths([0], [2])}
     with pytest.raises(InvalidArgumentError, match=r"feeds: expected inputs among query, .* got 'tokens'"):
         session.run(None, {**feeds, "tokens": queries(2)})
+    with pytest.raises(InvalidArgumentError, match=r"output_names: .* whose outputs are output, .* got 'logits'"):
+        session.run(["logits"], feeds)
     del feeds["past_seqlens"]
     with pytest.raises(InvalidArgumentError, match="past_seqlens: required input of the model, got none"):
         session.run(None, feeds)
@@ -276,6 +279,15 @@ def test_unknown_sizes_are_named():
 def test_unknown_device():
     with pytest.raises(InvalidArgumentError, match="device: expected cpu or cuda, got 'tpu'"):
         Session(paged_model(), device="tpu")
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise MissingDependencyError("no GPU is usable")
+
+    monkeypatch.setattr(cuda, "require_device", refuse)
+    with pytest.raises(MissingDependencyError, match="no GPU is usable"):
+        Session(paged_model(), device="cuda")
 
 
 def test_caches_of_a_model():

@@ -116,6 +116,22 @@ assert not heavy, heavy
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("module", "extra"), [("onnx", "onnx"), ("integrations.transformers", "models")])
+def test_an_optional_module_names_its_extra(module, extra, tmp_path):
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+sys.modules["onnx"] = sys.modules["torch"] = sys.modules["transformers"] = None
+from pagedattn import MissingDependencyError
+try:
+    import pagedattn.{module}
+except MissingDependencyError as error:
+    print(error)
+"""
+    run = run_isolated(code, cwd=tmp_path)
+    assert run.stdout.strip().endswith(f'pip install "pagedattn[{extra}]"'), run.stderr
+
+
 def test_every_module_imports_without_cupy(tmp_path):
     code = f"""
 import importlib, pkgutil, sys
