@@ -6,6 +6,7 @@ The first two run anywhere: without a GPU, without CuPy. The last needs NVRTC.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import re
@@ -39,14 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("pagedattn", description="Paged attention as one function.")
     parser.add_argument("--version", action="version", version=f"pagedattn {pagedattn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, devices, compiler, caches, and which backends can run")
-    _add_problem(commands.add_parser("explain", help="which backend serves a call, and why not each other one"))
-    _add_problem(commands.add_parser("warmup", help="compile the kernels of a call into the cache, GPU or not"))
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+    command("info", "versions, devices, compiler, caches, and which backends can run")
+    _add_problem(command("explain", "which backend serves a call, and why not each other one"))
+    _add_problem(command("warmup", "compile the kernels of a call into the cache, GPU or not"))
     given = parser.parse_args(arguments)
     if given.command == "info":
         print(info())
         return 0
     try:
+        if given.command == "warmup":
+            _arch_number(given.arch)
         problem, choice = explain(given)
         print(f"problem: {_shown(problem)}\n{choice}")
         if given.command == "warmup":
@@ -215,6 +222,12 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 
 def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
     """The problem that flags describe, checked like a call, and the choice for it."""
+    for flag, least in (("batch", 1), ("query_len", 1), ("block_size", 1), ("context", given.query_len)):
+        if getattr(given, flag) < least:
+            name, why = flag.replace("_", "-"), ", the new tokens included" if flag == "context" else ""
+            raise pagedattn.InvalidArgumentError(
+                f"--{name}: expected a value >= {least}{why}, got {getattr(given, flag)}."
+            )
     arch = 0 if given.arch == "cpu" else _arch_number(given.arch)
     latent = given.layout == "LATENT"
     kv_heads = given.kv_num_heads or (1 if latent else given.num_heads)
@@ -224,10 +237,11 @@ def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
 
     def tensor(shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorInfo:
         strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-        pointers.append(pointers[-1] + 256)  # no two tensors share memory
-        return TensorInfo(shape, dtype, device, strides, pointers[-1], writeable=True)
+        pointer = ends[-1] + 255 & ~255  # no two tensors share memory
+        ends.append(pointer + math.prod(shape) * dtype.itemsize)
+        return TensorInfo(shape, dtype, device, strides, pointer, writeable=True)
 
-    pointers = [0]
+    ends = [256]
     io = BY_NAME[given.dtype].numpy
     cache_shape = (given.batch * blocks, given.block_size, kv_heads, cache.storage_elements(given.head_size))
     scale_shape = (kv_heads, 1, given.head_size) if given.per_channel else (1,)
@@ -281,7 +295,8 @@ def _shown(problem: Problem) -> str:
 def _arch_number(text: str) -> int:
     match = re.fullmatch(r"sm_(\d+)[af]?", text)
     if match is None:
-        raise pagedattn.InvalidArgumentError(f"--arch: expected cpu, or sm_ and a number as in sm_90, got {text!r}.")
+        want = "a GPU: sm_ and a number as in sm_90" if text == "cpu" else "cpu, or sm_ and a number as in sm_90"
+        raise pagedattn.InvalidArgumentError(f"--arch: expected {want}, got {text!r}.")
     return int(match[1])
 
 

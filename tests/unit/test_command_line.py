@@ -10,6 +10,7 @@ import pytest
 import pagedattn
 from pagedattn import MissingDependencyError, env
 from pagedattn.__main__ import main
+from pagedattn.graph import GraphedStep
 from pagedattn.jit import cuda
 from pagedattn.support import ROWS
 
@@ -265,6 +266,13 @@ def test_explain_takes_every_feature(run, flags, shown):
     [
         (["--kv-num-heads", "3"], "num_heads: expected a multiple of kv_num_heads = 3, got 8.\n"),
         (["--block-size", "24"], "block_size (dimension 1) to be a power of two >= 16, got 24"),
+        (["--batch", "0"], "--batch: expected a value >= 1, got 0."),
+        (["--query-len", "-1"], "--query-len: expected a value >= 1, got -1."),
+        (["--block-size", "0"], "--block-size: expected a value >= 1, got 0."),
+        (
+            ["--query-len", "9", "--context", "8"],
+            "--context: expected a value >= 9, the new tokens included, got 8.",
+        ),
         (["--arch", "hopper"], "--arch: expected cpu, or sm_ and a number as in sm_90, got 'hopper'."),
         (["--backend", "fastest"], "backend: expected one of "),
         (["--arch", "sm_75"], "needs compute capability 8.0, the device has 7.5"),
@@ -275,6 +283,12 @@ def test_explain_refuses_as_a_call_would(run, flags, message):
     status, text, error = run(*CALL, *flags)
     assert (status, text) == (1, "")
     assert message in error
+
+
+def test_warmup_is_for_gpus(run):
+    status, text, error = run("warmup", *CALL[1:])
+    assert (status, text) == (1, "")
+    assert error == "--arch: expected a GPU: sm_ and a number as in sm_90, got 'cpu'.\n"
 
 
 def test_explain_follows_the_environment(run, monkeypatch):
@@ -327,6 +341,12 @@ def test_a_call_says_what_is_missing(monkeypatch, missing):
     with pytest.raises(MissingDependencyError) as caught:
         call_on_a_gpu()
     assert message in str(caught.value)
+
+
+def test_a_graph_says_that_there_is_no_gpu(monkeypatch):
+    message = no_driver(monkeypatch)
+    with pytest.raises(MissingDependencyError, match=message.split(":")[0]):
+        GraphedStep(lambda: None)
 
 
 def test_a_call_says_that_nvrtc_is_missing(monkeypatch, cupy_with_devices):
