@@ -198,7 +198,8 @@ INPUTS: tuple[Input, ...] = (
         "attention_bias",
         "T",
         ("batch_size|1", "num_heads|1", "query_capacity", "context_capacity"),
-        "Added to the scores after softcap, indexed by [sequence, head, offset of the token, key position].",
+        "Added to the scores after softcap, indexed by [sequence, head, offset of the token, key position]; what lies "
+        "beyond its capacities is not attended.",
         optional=True,
     ),
 )
@@ -265,7 +266,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
         "Factor of q . k; 0 means 1 / sqrt(head_size). Required when v_head_size differs from head_size.",
     ),
     Attribute("softcap", float, 0.0, "Scores become softcap * tanh(score / softcap); 0 = off.", minimum=0.0),
-    Attribute("local_window_size", int, -1, "A token sees this many positions, its own included; -1 = all."),
+    Attribute("local_window_size", int, -1, "A token sees this many positions, its own included; below 1 = all."),
     Attribute("do_rotary", int, 0, "Apply RoPE to query and key.", choices=(0, 1)),
     Attribute("rotary_interleaved", int, 0, "Pairs are (2i, 2i+1) instead of (i, i + rotary_dim / 2).", choices=(0, 1)),
     Attribute("rotary_offset", int, 0, "First channel that RoPE rotates; a multiple of 8.", minimum=0),

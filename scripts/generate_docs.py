@@ -131,7 +131,8 @@ def contract_page() -> str:
             "`kv_cache_layout` is read first, then which of key, value and value_cache are present.",
             table(["mode", "layout", "present", "absent", ""], modes),
             "## Types",
-            "float32 is served by NumPy only. `int4` is two codes a byte of uint8, element 2i in its low half.",
+            "float32 is served by NumPy only. `int4` is two codes a byte of uint8, element 2i in its low half, each\n"
+            "stored as code + 8: an empty cache is full of 0x88.",
             table(["constraint", "types"], types),
             COMPUTATION,
         ]
