@@ -1,7 +1,8 @@
-"""Scratch memory: one arena a stream, sized before any capture."""
+"""Scratch memory: one buffer a stream and thread, sized before any capture."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from pagedattn.errors import PagedAttentionError
@@ -12,15 +13,16 @@ class Arena:
     """Scratch buffers that live as long as their operator.
 
     Work on one stream runs in order, so its calls may share a buffer; work on two streams does not, so each stream has
-    its own. A captured graph keeps the address: a buffer that was outgrown stays alive for the graphs that hold it.
+    its own. So has each thread: the launches of two threads' calls on one stream come in any order. A captured graph
+    keeps the address: a buffer that was outgrown stays alive for the graphs that hold it.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[int, int], tuple[Any, int]] = {}
+        self._buffers: dict[tuple[int, int, int], tuple[Any, int]] = {}
         self._outgrown: list[Any] = []
 
     def reserve(self, runtime: Runtime, size: int) -> int:
-        """Address of at least ``size`` bytes for the current stream of ``runtime``; 0 for none.
+        """Address of at least ``size`` bytes for this thread and the current stream of ``runtime``; 0 for none.
 
         Raises
         ------
@@ -29,13 +31,13 @@ class Arena:
         """
         if size == 0:
             return 0
-        key = (id(runtime), runtime.stream())
+        key = (id(runtime), runtime.stream(), threading.get_ident())
         buffer, have = self._buffers.get(key, (None, 0))
         if have < size:
             if runtime.is_capturing():
                 raise PagedAttentionError(
                     f"workspace: {size} bytes are needed but {have} were reserved before the capture began; run the "
-                    "same call once on this stream first."
+                    "same call once on this stream, in this thread, first."
                 )
             if buffer is not None:
                 self._outgrown.append(buffer)

@@ -52,8 +52,9 @@ class Block(mmap.mmap):
         return block
 
     def __del__(self) -> None:
-        # Whoever is given these addresses next may use them all.
-        _sanitizer("unpoison", self.start - self.gaps[0].stop, len(self))
+        # Whoever is given these addresses next may use them all. At the interpreter's end this module may be gone.
+        if _sanitizer is not None:
+            _sanitizer("unpoison", self.start - self.gaps[0].stop, len(self))
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         offset = self.gaps[1].start - self.nbytes
