@@ -24,7 +24,11 @@ from pagedattn.validate import (
     check_host_values,
     check_output_qk_size,
     coerce_attributes,
+    coerce_options,
+    coerce_switch,
     is_misaligned,
+    shared_memory,
+    spans,
     validate,
 )
 from pagedattn.workspace import Arena
@@ -67,14 +71,20 @@ class _Prepared(NamedTuple):
     choice: Choice
     plan: Plan
     runtime: Runtime
+    spans: dict[str, tuple[int, int]]
+
+
+def _rebuilt(kind: type[PagedAttention], arguments: dict[str, Any]) -> PagedAttention:
+    return kind(**arguments)
 
 
 class PagedAttention:
     """The operator with its attributes bound: the fast path for a layer that is called again and again.
 
     Validation, the choice of a backend, the plan and compiled kernels are kept per kind of call (shapes, types,
-    bounds), and the workspace per stream, so a repeated call costs little more than its launches. Objects may be
-    shared by the layers of a model and used from several streams; they are not thread-safe.
+    bounds), and the workspace per stream and thread, so a repeated call costs little more than its launches. Objects
+    may be shared by the layers of a model and used from several streams and threads; a pickle or copy holds the
+    attributes and options alone.
 
     Parameters
     ----------
@@ -111,13 +121,15 @@ class PagedAttention:
         **attributes: Any,
     ) -> None:
         self.attributes = coerce_attributes(attributes)
-        self.return_lse = bool(return_lse)
+        self.return_lse = coerce_switch("return_lse", return_lse)
         self.qk_dtype = dtype_named(qk_dtype)
-        self.backend = backend
-        self.checks = checks
-        self.max_output_qk_bytes = int(max_output_qk_bytes)
+        self.backend, self.checks, self.max_output_qk_bytes = coerce_options(backend, checks, max_output_qk_bytes)
         self._prepared: OrderedDict[Any, _Prepared] = OrderedDict()
         self._arena = Arena()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = ("return_lse", "qk_dtype", "backend", "checks", "max_output_qk_bytes")
+        return _rebuilt, (type(self), {**self.attributes, **{name: getattr(self, name) for name in options}})
 
     def __call__(
         self,
@@ -224,8 +236,9 @@ class PagedAttention:
     def _prepare(self, arrays: dict[str, Any], infos: dict[str, TensorInfo], adapters: dict[str, Adapter]) -> _Prepared:
         """Problem, backend and plan of a call; from the second call of a kind on this is one look-up."""
         metadata = None
-        if "attention_metadata" in infos and infos["attention_metadata"].device == "cpu":
-            metadata = tuple(adapters["attention_metadata"].to_numpy(arrays["attention_metadata"]).ravel().tolist())
+        bounds = infos.get("attention_metadata")
+        if bounds is not None and bounds.device == "cpu" and bounds.dtype.kind == "i" and bounds.shape in ((2,), (3,)):
+            metadata = tuple(adapters["attention_metadata"].to_numpy(arrays["attention_metadata"]).tolist())
         backend = self.backend or env.backend()
         kind = (
             backend,
@@ -254,14 +267,15 @@ class PagedAttention:
                 )
             choice = select(problem, runtime.arch, backend)
             plan = _planner(choice.row)(problem, runtime.executor)
-            prepared = self._prepared[kind] = _Prepared(problem, choice, plan, runtime)
+            prepared = self._prepared[kind] = _Prepared(problem, choice, plan, runtime, spans(infos))
             if len(self._prepared) > MAX_PLANS:
                 self._prepared.popitem(last=False)
-        same_caches = "value_cache" in infos and infos["value_cache"].pointer == infos["key_cache"].pointer
-        if same_caches or any(
-            map(is_misaligned, infos.values())
-        ):  # the rules about addresses, which are no part of a kind
+        # The rules about addresses, which are no part of a kind.
+        if any(map(is_misaligned, infos.values())):
             validate(infos, self.attributes, contiguous=self.contiguous)
+        message = shared_memory(infos, prepared.spans)
+        if message is not None:
+            raise InvalidArgumentError(message)
         return prepared
 
     def _check_values(
@@ -311,7 +325,7 @@ class PagedAttention:
         adapters: dict[str, Adapter],
         results: dict[str, Any],
     ) -> None:
-        _, choice, plan, runtime = prepared
+        _, choice, plan, runtime, _ = prepared
         if choice.row.min_arch == 0:
             tensors = {name: adapters[name].to_numpy(x) for name, x in arrays.items()}
             tensors.update((name, adapters["query"].to_numpy(x)) for name, x in results.items() if name != "output")
@@ -524,11 +538,13 @@ def paged_attention(
     operator = _operator(
         tuple(attributes.items()),
         (
-            ("return_lse", bool(return_lse)),
+            ("return_lse", coerce_switch("return_lse", return_lse)),
             ("qk_dtype", dtype_named(qk_dtype)),
-            ("backend", backend),
-            ("checks", checks),
-            ("max_output_qk_bytes", int(max_output_qk_bytes)),
+            *zip(
+                ("backend", "checks", "max_output_qk_bytes"),
+                coerce_options(backend, checks, max_output_qk_bytes),
+                strict=True,
+            ),
         ),
     )
     return operator(

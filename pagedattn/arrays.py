@@ -53,17 +53,22 @@ class CurrentStream:
         return None
 
 
+def _elements(x: Any, pointer: int, writeable: bool) -> tuple[tuple[int, ...], int, bool, bool]:
+    """The last fields of a TensorInfo, for an array whose strides are in bytes."""
+    size, strides = x.dtype.itemsize or 1, x.strides
+    whole = tuple([stride // size for stride in strides])
+    exact = tuple([stride * size for stride in whole]) == strides
+    return whole, pointer, writeable, exact
+
+
 class NumpyAdapter(CurrentStream):
     """numpy.ndarray; bfloat16 and float8 through ml_dtypes."""
 
     def describe(self, x: Array) -> TensorInfo:
-        size = x.dtype.itemsize or 1
-        return TensorInfo(
-            x.shape, x.dtype, "cpu", tuple(stride // size for stride in x.strides), x.ctypes.data, x.flags.writeable
-        )
+        return TensorInfo(x.shape, x.dtype, "cpu", *_elements(x, x.ctypes.data, x.flags.writeable))
 
     def to_numpy(self, x: Array) -> Array:
-        return x
+        return x if type(x) is np.ndarray else x.view(np.ndarray)  # a subclass may index in a way of its own
 
     def empty(self, shape: tuple[int, ...], dtype: DType, like: Array) -> Array:
         return np.empty(shape, dtype.numpy)
@@ -116,10 +121,7 @@ class CupyAdapter(CurrentStream):
     """cupy.ndarray."""
 
     def describe(self, x: Any) -> TensorInfo:
-        size = x.dtype.itemsize
-        return TensorInfo(
-            x.shape, x.dtype, f"cuda:{x.device.id}", tuple(stride // size for stride in x.strides), x.data.ptr, True
-        )
+        return TensorInfo(x.shape, x.dtype, f"cuda:{x.device.id}", *_elements(x, x.data.ptr, writeable=True))
 
     def to_numpy(self, x: Any) -> Array:
         return x.get()  # type: ignore[no-any-return]
@@ -207,6 +209,8 @@ def adapter_of(name: str, x: Any) -> Adapter:
     """
     adapter = _ADAPTERS.get(type(x))
     if adapter is None:
+        if isinstance(x, np.ma.MaskedArray):
+            raise InvalidArgumentError(f"{name}: expected an array without a mask, which would count for nothing.")
         for base in type(x).__mro__:
             if base in _ADAPTERS:
                 adapter = _ADAPTERS[base]
@@ -235,6 +239,8 @@ def import_foreign(name: str, x: Any) -> Any:
         adapter_of(name, x)
         return x
     except InvalidArgumentError:
+        if isinstance(x, type | np.ma.MaskedArray):  # a class has the methods of its arrays
+            raise
         if hasattr(x, "__cuda_array_interface__"):
             return cuda.cupy().asarray(x)
         if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
@@ -253,7 +259,7 @@ def dtype_named(name: Any) -> DType:
         return name
     try:
         text = name if isinstance(name, str) else name_of(np.dtype(name)) if name is not None else ""
-    except TypeError:  # no type at all
+    except (TypeError, ValueError):  # no type at all
         text = ""
     if text not in BY_NAME:
         raise InvalidArgumentError(f"dtype: expected one of {', '.join(BY_NAME)}, got {name!r}.")

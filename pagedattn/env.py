@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from pagedattn.errors import InvalidArgumentError
+
 _FALSE = ("", "0", "false", "off", "no")
 _TRUE = ("1", "true", "on", "yes")
 
@@ -30,7 +32,7 @@ class Variable:
             return False
         if value in _TRUE:
             return True
-        raise ValueError(f"{self.name}: expected one of {', '.join(_TRUE + _FALSE[1:])}, got {value!r}")
+        raise InvalidArgumentError(f"{self.name}: expected one of {', '.join(_TRUE + _FALSE[1:])}, got {value!r}.")
 
 
 CACHE_DIR = Variable(

@@ -37,6 +37,9 @@ class CompileError(PagedAttentionError, RuntimeError):
         self.kernel, self.spec, self.arch, self.log, self.source_path = kernel, spec, arch, log, source_path
         super().__init__(f"{kernel}: {spec} did not compile for {arch}; source: {source_path}\n{log}")
 
+    def __reduce__(self) -> tuple[type[CompileError], tuple[str, ...]]:
+        return type(self), (self.kernel, self.spec, self.arch, self.log, self.source_path)
+
 
 class MissingDependencyError(PagedAttentionError, ImportError):
     """An optional dependency is absent or unusable; the message holds the command that cures it."""

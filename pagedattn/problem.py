@@ -13,7 +13,8 @@ from pagedattn.dtypes import DType
 class TensorInfo(NamedTuple):
     """What is known of an array without reading its values.
 
-    ``strides`` count elements; ``device`` is "cpu" or "cuda:N"; ``pointer`` is the address of the first element.
+    ``strides`` count elements; ``device`` is "cpu" or "cuda:N"; ``pointer`` is the address of the first element;
+    ``whole_strides`` says that no stride, which a library may count in bytes, ends inside an element.
     """
 
     shape: tuple[int, ...]
@@ -22,6 +23,7 @@ class TensorInfo(NamedTuple):
     strides: tuple[int, ...]
     pointer: int
     writeable: bool
+    whole_strides: bool = True
 
     @property
     def is_contiguous(self) -> bool:

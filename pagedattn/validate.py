@@ -8,7 +8,9 @@ text cannot drift apart; `RULES` lists them in the order in which they run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,9 @@ from pagedattn.problem import Problem, TensorInfo
 Array = np.ndarray[Any, np.dtype[Any]]
 # 1 GiB: scores of 32 heads x 2048 tokens x 4096 keys in float32.
 DEFAULT_MAX_OUTPUT_QK_BYTES = 1 << 30
+WRITTEN = ("key_cache", "value_cache", "output")
+# Kernels compute in float32, where a smaller number is 0 or loses its digits and a larger one is infinite.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class Shapes:
@@ -163,6 +168,24 @@ def coerce_attributes(
     return values
 
 
+def coerce_number(name: str, value: Any, minimum: int) -> int:
+    """One integer by the rules of attributes."""
+    return int(_coerce(contract.Attribute(name, int, None, "", minimum=minimum), value))
+
+
+def coerce_switch(name: str, value: Any) -> bool:
+    """True or False, in any spelling of the numbers 1 and 0."""
+    return bool(_coerce(contract.Attribute(name, int, None, "", choices=(0, 1)), value))
+
+
+def coerce_options(backend: Any, checks: Any, max_output_qk_bytes: Any) -> tuple[str | None, bool | None, int]:
+    """Arguments of a call that are neither inputs nor attributes."""
+    if backend is not None and not isinstance(backend, str):
+        raise InvalidArgumentError(expected("backend", "a name or None", repr(backend)))
+    switch = None if checks is None else coerce_switch("checks", checks)
+    return backend, switch, coerce_number("max_output_qk_bytes", max_output_qk_bytes, 0)
+
+
 def _coerce(row: contract.Attribute, value: Any) -> int | float | str:
     if row.type is str:
         if not isinstance(value, str):
@@ -177,10 +200,15 @@ def _coerce(row: contract.Attribute, value: Any) -> int | float | str:
             number = float(value)
         except OverflowError:  # an integer that no float holds
             number = math.inf
+        except (TypeError, ValueError):  # a number in name only
+            number = math.nan
         if math.isnan(number) or math.isinf(number):
             raise InvalidArgumentError(expected(row.name, "a finite number", value))
         if row.type is int and number != int(number):
             raise InvalidArgumentError(expected(row.name, "an integer", value))
+        if row.type is float and number != 0 and not _SMALLEST <= abs(number) <= _LARGEST:
+            want = f"0 or a magnitude in [{_SMALLEST:.3g}, {_LARGEST:.3g}], the normal numbers of float32"
+            raise InvalidArgumentError(expected(row.name, want, value))
         result = int(value) if row.type is int else number
     if row.choices is not None and result not in row.choices:
         raise InvalidArgumentError(expected(row.name, f"one of {', '.join(map(repr, row.choices))}", repr(value)))
@@ -492,13 +520,17 @@ def written_tensors_writeable(call: Call) -> str | None:
             continue
         if not tensor.writeable:
             return f"{name}: expected a writeable array, got a read-only one."
-        overlaps = any(stride == 0 and extent > 1 for stride, extent in zip(tensor.strides, tensor.shape, strict=True))
-        if overlaps and 0 not in tensor.shape:  # the strides of an array without elements mean nothing
+        if 0 in tensor.shape:  # the strides of an array without elements mean nothing
+            continue
+        if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.strides, tensor.shape, strict=True)):
             return f"{name}: expected elements of their own, got a broadcast view (strides {tensor.strides})."
-    if call.has("value_cache"):
-        key, value = call.tensors["key_cache"], call.tensors["value_cache"]
-        if key.pointer == value.pointer and 0 not in key.shape:
-            return "value_cache: expected memory of its own, got the buffer of key_cache."
+        reach = 0  # of the axes with smaller strides: slices and transposed arrays step beyond it
+        for stride, extent in sorted((abs(s), n) for s, n in zip(tensor.strides, tensor.shape, strict=True) if n > 1):
+            if stride <= reach:
+                return (
+                    f"{name}: expected elements of their own, got a view that repeats some (strides {tensor.strides})."
+                )
+            reach += stride * (extent - 1)
     return None
 
 
@@ -530,17 +562,74 @@ def elements_aligned(call: Call) -> str | None:
     """A GPU reads whole elements only. NumPy copes with any address."""
     for name, tensor in call.tensors.items():
         if tensor.device != "cpu" and is_misaligned(tensor):
-            return expected(
-                name,
-                f"an address that is a multiple of {tensor.dtype.itemsize}, the size of its elements",
-                f"{tensor.pointer:#x}",
-            )
+            multiple = f"multiple of {tensor.dtype.itemsize}, the size of its elements"
+            if not tensor.whole_strides:
+                return expected(name, f"strides each a {multiple}", "others")
+            return expected(name, f"an address that is a {multiple}", f"{tensor.pointer:#x}")
     return None
 
 
 def is_misaligned(tensor: TensorInfo) -> bool:
     """Whether an array's elements straddle the addresses of their type."""
-    return tensor.pointer % tensor.dtype.itemsize != 0 and 0 not in tensor.shape
+    return (tensor.pointer % tensor.dtype.itemsize != 0 or not tensor.whole_strides) and 0 not in tensor.shape
+
+
+@rule
+def memory_apart(call: Call) -> str | None:
+    return shared_memory(call.tensors, spans(call.tensors))
+
+
+def spans(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
+    """Bytes before the first element of each array and from it on, between which all its elements lie."""
+    result = {}
+    for name, tensor in tensors.items():
+        if 0 in tensor.shape or name == "attention_metadata":  # of the host
+            continue
+        reach = [stride * (extent - 1) for stride, extent in zip(tensor.strides, tensor.shape, strict=True)]
+        size = tensor.dtype.itemsize
+        result[name] = size * sum(x for x in reach if x < 0), size * (1 + sum(x for x in reach if x > 0))
+    return result
+
+
+def shared_memory(
+    tensors: Mapping[str, TensorInfo], spans: Mapping[str, tuple[int, int]], written: Iterable[str] = WRITTEN
+) -> str | None:
+    """Message if an array that is written shares memory with another; output may be the very array of query."""
+    places = {name: (tensors[name].pointer + low, tensors[name].pointer + high) for name, (low, high) in spans.items()}
+    for name in written:
+        if name not in places:
+            continue
+        low, high = places[name]
+        for other, (first, last) in places.items():
+            if first < high and low < last and other != name:
+                one, two = tensors[name], tensors[other]
+                if other == "query" and one[:4] == two[:4] and one.pointer == two.pointer:
+                    continue
+                if _overlap(one[:4], two[:4], two.pointer - one.pointer):
+                    what = f"the buffer of {name}" if low == first else f"memory of {name}"
+                    return f"{other}: expected memory of its own, got {what}."
+    return None
+
+
+@lru_cache(maxsize=256)
+def _overlap(one: tuple[Any, ...], two: tuple[Any, ...], distance: int) -> bool:
+    """Whether two arrays, (shape, dtype, device, strides), share a byte, ``distance`` bytes apart."""
+    base = 1 << 62  # nothing is read
+    arrays = []
+    for (shape, dtype, _, strides), address in ((one, base), (two, base + distance)):
+        size = dtype.itemsize
+        interface = {
+            "version": 3,
+            "shape": shape,
+            "typestr": f"|V{size}",
+            "strides": tuple(size * stride for stride in strides),
+            "data": (address, True),
+        }
+        arrays.append(np.asarray(SimpleNamespace(__array_interface__=interface)))
+    try:
+        return bool(np.shares_memory(arrays[0], arrays[1], max_work=1_000_000))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:  # such strides are no slices of one array
+        return True
 
 
 # ---- the problem -------------------------------------------------------------------------------------------------
@@ -576,7 +665,7 @@ def _problem(call: Call, return_lse: bool, qk_dtype: DType, metadata: tuple[int,
         scale=call["scale"] or 1.0 / math.sqrt(sizes["head_size"]),
         is_contiguous=call.is_contiguous,
         softcap=call["softcap"],
-        local_window_size=window if window > 0 else -1,
+        local_window_size=min(window, np.iinfo(np.int32).max) if window > 0 else -1,  # beyond every position
         is_causal=bool(call["is_causal"]),
         do_rotary=rotary,
         rotary_interleaved=rotary and bool(call["rotary_interleaved"]),

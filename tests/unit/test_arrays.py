@@ -124,6 +124,31 @@ def test_a_subclass_of_ndarray_is_an_ndarray(tmp_path):
     assert_same_bits(np.asarray(mapped), want.key_cache_out)
 
 
+def test_a_subclass_is_read_as_a_plain_array():
+    built = build(CASES[0])
+    want = built.copy().run(paged_attention)
+    plain = {name: x for name, x in built.inputs.items() if x.ndim == 2}
+    got = built.run(paged_attention, **{name: x.view(np.matrix) for name, x in plain.items()})
+    assert type(got.output) is np.ndarray
+    assert_same_bits(got.output, want.output)
+
+
+@pytest.mark.parametrize("name", ["query", "key_cache", "past_seqlens"])
+def test_a_mask_or_a_class_in_an_arrays_place_is_refused(name):
+    built = build(Case())
+    for x, message in (
+        (np.ma.array(built[name], mask=True), "expected an array without a mask, which would count for nothing."),
+        (
+            np.ndarray,
+            "expected a NumPy or CuPy array, a torch tensor, or an object with __dlpack__ or "
+            "__cuda_array_interface__, got type.",
+        ),
+    ):
+        with pytest.raises(InvalidArgumentError) as refusal:
+            built.run(paged_attention, **{name: x})
+        assert str(refusal.value) == f"{name}: {message}"
+
+
 @pytest.mark.parametrize("layout", ["C", "F", "columns", "reversed"])
 def test_out_takes_the_result_in_any_layout(layout):
     built = build(Case(padding=2))

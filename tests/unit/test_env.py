@@ -1,6 +1,6 @@
 import pytest
 
-from pagedattn import env
+from pagedattn import InvalidArgumentError, env
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_flags_are_read_when_asked_for(monkeypatch, text, expected):
 
 def test_a_flag_that_is_neither_names_itself(monkeypatch):
     monkeypatch.setenv("PAGEDATTN_CHECKS", "maybe")
-    with pytest.raises(ValueError, match=r"PAGEDATTN_CHECKS: expected one of 1, true.*'maybe'"):
+    with pytest.raises(InvalidArgumentError, match=r"PAGEDATTN_CHECKS: expected one of 1, true.*'maybe'"):
         env.checks()
 
 

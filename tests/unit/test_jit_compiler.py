@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -290,3 +291,10 @@ def test_eight_processes_race_on_one_empty_folder(nvrtc, sources, cache):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // keep if keep else 0])
     assert finish(start(sources, cache)) == (2, results[0][1])
     assert finish(start(sources, cache)) == (0, results[0][1])
+
+
+def test_a_compile_error_can_be_pickled():
+    error = CompileError("decode", "decode<...>", "sm_90", "line 3: no", "/tmp/decode.cu")
+    twin = pickle.loads(pickle.dumps(error))
+    assert str(twin) == str(error)
+    assert (twin.kernel, twin.log) == ("decode", "line 3: no")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 import ml_dtypes
@@ -90,6 +93,19 @@ ATTRIBUTES = [
     Refused("attribute", "plain", {"scale": np.array([0.5])}, "scale: expected a number, got array([0.5])."),
     Refused("attribute", "plain", {"softcap": -1.0}, "softcap: expected a value >= 0, got -1.0."),
     Refused("attribute", "plain", {"softcap": math.inf}, "softcap: expected a finite number, got inf."),
+    Refused(
+        "attribute",
+        "plain",
+        {"scale": -1e39},
+        "scale: expected 0 or a magnitude in [1.18e-38, 3.4e+38], the normal numbers of float32, got -1e+39.",
+    ),
+    Refused(
+        "attribute",
+        "plain",
+        {"softcap": 1e-40},
+        "softcap: expected 0 or a magnitude in [1.18e-38, 3.4e+38], the normal numbers of float32, got 1e-40.",
+    ),
+    Refused("attribute", "plain", {"scale": Decimal("sNaN")}, "scale: expected a finite number, got sNaN."),
     Refused("attribute", "plain", {"local_window_size": 2.5}, "local_window_size: expected an integer, got 2.5."),
     Refused(
         "attribute",
@@ -401,6 +417,12 @@ RULES = [
         {"value_cache": lambda x: np.lib.stride_tricks.as_strided(x, x.shape, (0, *x.strides[1:]))},
         "value_cache: expected elements of their own, got a broadcast view (strides (0, 128, 64, 1)).",
     ),
+    Refused(
+        "written_tensors_writeable",
+        "plain",
+        {"value_cache": lambda x: np.lib.stride_tricks.as_strided(x, x.shape, (x.strides[1], *x.strides[1:]))},
+        "value_cache: expected elements of their own, got a view that repeats some (strides (128, 128, 64, 1)).",
+    ),
 ]
 # Rules about where arrays lie, seen by the checks as descriptions: no GPU is needed.
 PLACED = [
@@ -445,6 +467,21 @@ PLACED = [
         "plain",
         {"past_seqlens": lambda info: info._replace(pointer=4098)},
         "past_seqlens: expected an address that is a multiple of 4, the size of its elements, got 0x1002.",
+    ),
+    Refused(
+        "elements_aligned",
+        "plain",
+        {"query": lambda info: info._replace(whole_strides=False)},
+        "query: expected strides each a multiple of 2, the size of its elements, got others.",
+    ),
+    Refused(
+        "memory_apart",
+        "plain",
+        {
+            "key_cache": lambda info: info._replace(pointer=1 << 40),
+            "value_cache": lambda info: info._replace(pointer=(1 << 40) + 4096),
+        },
+        "value_cache: expected memory of its own, got memory of key_cache.",
     ),
 ]
 # After the rules, in the order of the checks.
@@ -842,6 +879,88 @@ def test_one_buffer_for_both_caches_is_refused_at_every_call():
         operator(**{**built.inputs, "value_cache": built["key_cache"]})
     assert str(refusal.value) == message
     assert built["key_cache"].tobytes() == before
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_memory_that_is_written_may_not_be_another_array_too(checks: bool):
+    built = build(Case())
+    operator = PagedAttention(num_heads=4, kv_num_heads=2, checks=checks)
+    operator(**built.inputs)  # addresses are no part of what is remembered
+    pool = np.zeros((11, *built["key_cache"].shape[1:]), f16)
+    blocks = built["key_cache"].shape[0]
+    pool[:] = np.nan
+    cases = {
+        "value_cache: expected memory of its own, got memory of key_cache.": {
+            "key_cache": pool[:blocks],
+            "value_cache": pool[1 : blocks + 1],
+        },
+        "output: expected memory of its own, got memory of key_cache.": {
+            "key_cache": pool[:blocks],
+            "out": pool.reshape(-1)[512 : 512 + 8 * 256].reshape(8, 256),
+        },
+        "key: expected memory of its own, got memory of value_cache.": {
+            "value_cache": pool[:blocks],
+            "key": pool.reshape(-1)[512 : 512 + 8 * 128].reshape(8, 128),
+        },
+        "query: expected memory of its own, got memory of output.": {
+            "query": pool.reshape(-1)[: 8 * 256].reshape(8, 256),
+            "out": pool.reshape(-1)[256 : 9 * 256].reshape(8, 256),
+        },
+    }
+    for message, changes in cases.items():
+        before = pool.tobytes()
+        with pytest.raises(InvalidArgumentError) as refusal:
+            operator(**{**built.inputs, **changes})
+        assert str(refusal.value) == message
+        assert pool.tobytes() == before
+
+
+def test_options_are_checked():
+    for option, message in (
+        ({"backend": ["numpy"]}, "backend: expected a name or None, got ['numpy']."),
+        ({"checks": [1]}, "checks: expected a number, got [1]."),
+        ({"return_lse": "yes"}, "return_lse: expected a number, got 'yes'."),
+        ({"max_output_qk_bytes": None}, "max_output_qk_bytes: expected a number, got None."),
+        ({"max_output_qk_bytes": math.inf}, "max_output_qk_bytes: expected a finite number, got inf."),
+        ({"max_output_qk_bytes": -1}, "max_output_qk_bytes: expected a value >= 0, got -1."),
+    ):
+        built = build(Case())
+        for call in (built.run, lambda _, **more: PagedAttention(num_heads=4, kv_num_heads=2, **more)):
+            with pytest.raises(InvalidArgumentError) as refusal:
+                call(paged_attention, **option)
+            assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize("window", [2**31, 2**100])
+def test_a_window_wider_than_any_position_is_the_widest(window: int):
+    built = build(Case())
+    want = built.copy().run(paged_attention)
+    built.attributes["local_window_size"] = window
+    got = built.run(paged_attention)
+    assert got.output.tobytes() == want.output.tobytes()
+    assert problem_of(built.inputs, built.attributes).local_window_size == 2**31 - 1
+
+
+def test_copies_of_an_operator_hold_its_attributes_and_options():
+    operator = PagedAttention(num_heads=4, kv_num_heads=2, softcap=3, return_lse=True, backend="numpy")
+    built = build(Case())
+    want = operator(**built.copy().inputs)
+    for twin in (copy.copy(operator), copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
+        assert twin is not operator
+        got = twin(**built.copy().inputs)
+        assert got.output.tobytes() == want.output.tobytes()
+        assert got.lse.tobytes() == want.lse.tobytes()
+
+
+def test_metadata_of_any_kind_is_checked_before_it_is_read():
+    built = build(Case())
+    for metadata, message in (
+        (np.array([{}, {}], object), "attention_metadata: expected element type int32, got object."),
+        (np.zeros((1, 2), i32), "attention_metadata: expected rank 1, (2|3), got shape (1, 2)."),
+    ):
+        with pytest.raises(InvalidArgumentError) as refusal:
+            paged_attention(**built.inputs, **built.attributes, attention_metadata=metadata)
+        assert str(refusal.value) == message
 
 
 def test_metadata_is_clamped_to_the_batch_and_the_table():
