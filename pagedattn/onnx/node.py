@@ -271,4 +271,5 @@ def _described(shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Ten
     for extent in reversed(shape):
         strides.append(step)
         step *= extent
-    return TensorInfo(shape, dtype, "cpu", tuple(reversed(strides)), number + 1, True)
+    pointer = (number + 1) << 48  # no two tensors share memory
+    return TensorInfo(shape, dtype, "cpu", tuple(reversed(strides)), pointer, True)
