@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from pagedattn import PagedAttentionError
 from pagedattn.cache import BlockPool, BlockTable, assemble
 from pagedattn.onnx import Session, make_paged_attention_node, register_schema
 
@@ -162,6 +163,9 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if bool(options.checkpoint) != bool(options.tokenizer):
         parser.error("--checkpoint and --tokenizer go together")
+    for path in (options.checkpoint, options.tokenizer):
+        if path and not path.is_file():
+            parser.error(f"{path}: no such file")
 
     if options.checkpoint:
         model = load_llama2c(options.checkpoint)
@@ -186,4 +190,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PagedAttentionError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -16,9 +16,10 @@ import numpy as np
 from display import display, print_table
 from engine import Engine, calibrate_scales
 from model import Config, load_llama2c, random_model
-from scheduler import RequestError
 from sequence import Sequence
 from tokenizer import EOS, Tokenizer
+
+from pagedattn import PagedAttentionError
 
 RANDOM_CONFIG = {
     "hidden_size": 64,
@@ -152,6 +153,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if bool(options.checkpoint) != bool(options.tokenizer):
         parser.error("--checkpoint and --tokenizer go together")
+    if options.requests < 1:
+        parser.error(f"--requests: expected a count >= 1, got {options.requests}")
+    for path in (options.checkpoint, options.tokenizer):
+        if path and not path.is_file():
+            parser.error(f"{path}: no such file")
     if options.prompt and not options.checkpoint:
         parser.error("--prompt needs --checkpoint and --tokenizer: the random model has no words")
     return options
@@ -161,6 +167,9 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     if options.device == "cuda":
         import cupy as xp
+
+        if not xp.cuda.is_available():
+            raise SystemExit("error: --device cuda: no GPU is usable; python -m pagedattn info says why")
     else:
         xp = np
     dtype = options.cache_dtype or ("float32" if xp is np else "float16")
@@ -205,5 +214,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except RequestError as error:
+    except (ValueError, PagedAttentionError) as error:  # an argument, a request or a file that cannot be served
         raise SystemExit(f"error: {error}") from None

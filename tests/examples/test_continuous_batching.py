@@ -557,6 +557,8 @@ def test_plain_display_writes_a_line_a_second(monkeypatch, capsys):
     [
         (["--prompt", "x"], "--prompt needs --checkpoint and --tokenizer"),
         (["--checkpoint", "model.bin"], "--checkpoint and --tokenizer go together"),
+        (["--checkpoint", "model.bin", "--tokenizer", "tokens.bin"], "model.bin: no such file"),
+        (["--requests", "0"], "--requests: expected a count >= 1, got 0"),
         (["--cache-dtype", "uint4"], "invalid choice: 'uint4'"),
     ],
 )
@@ -566,9 +568,17 @@ def test_senseless_arguments_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_impossible_request_ends_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run.py", "--requests", "5", "--num-blocks", "2"])
-    with pytest.raises(SystemExit, match=r"error: the request needs .* blocks of 16, the pool has 2"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "5", "--num-blocks", "2"], "the request needs .* blocks of 16, the pool has 2"),
+        (["--block-size", "12"], "key_cache: expected block_size .* got 12"),
+        (["--chunk-size", "0"], "must be at least 1"),
+    ],
+)
+def test_what_cannot_be_served_ends_in_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
         runpy.run_path(str(EXAMPLE / "run.py"), run_name="__main__")
 
 
