@@ -1,14 +1,17 @@
-"""Verify the kernels on a GPU and keep the record in validation/h200.json.
+"""Verify the kernels on a GPU and keep the record in validation/h200.json and validation/h200_outputs.npz.
 
     python scripts/gpu_check.py tests --out DIR       the GPU tests
     python scripts/gpu_check.py sanitizer --out DIR   corner cases under compute-sanitizer
     python scripts/gpu_check.py bench --out DIR       the benchmark
-    python scripts/gpu_check.py merge --out DIR       the three parts into the record, if they are of the same sources
+    python scripts/gpu_check.py outputs --out DIR     results of fixed calls, which tests/emulator compares with its own
+    python scripts/gpu_check.py models --out DIR      models in bfloat16 against the unmodified ones; needs torch
+    python scripts/gpu_check.py merge --out DIR       the parts into the record, if they are of the same sources
     python scripts/gpu_check.py all                   all of it, one after the other
     python scripts/gpu_check.py --check-digest        no GPU: is the record of these sources, and clean?
 
 The record names its sources by a digest over the kernels and the Python that launches them, so a change to either
-makes it stale and the test suite fails until the check has run again.
+makes it stale and the test suite fails until the check has run again. After a merge, `python -m scripts.generate_docs`
+brings the tables of docs/ up to it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import datetime
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "validation" / "h200.json"
+OUTPUTS = ROOT / "validation" / "h200_outputs.npz"
 # What decides the bits that a GPU computes. NumPy's backend does not.
 SOURCES = (
     "kernels_cu",
@@ -38,7 +43,7 @@ SOURCES = (
     "pagedattn/graph.py",
 )
 NOT_SOURCES = ("pagedattn/backends/numpy_reference.py",)
-PARTS = ("tests", "sanitizer", "bench")
+PARTS = ("tests", "sanitizer", "bench", "outputs", "models")
 
 
 def digest() -> str:
@@ -72,7 +77,17 @@ def problems(record: dict[str, Any]) -> list[str]:
             found.append(f"sanitizer {entry['tool']}: {entry['findings']} findings, {entry['failed']} tests failed")
     if not record["bench"]:
         found.append("bench: nothing was measured")
-    return found + [f"bench {row['workload']}: {row['error']}" for row in record["bench"] if "error" in row]
+    found += [f"bench {row['workload']}: {row['error']}" for row in record["bench"] if "error" in row]
+    if not OUTPUTS.exists() or _sha256(OUTPUTS) != record["outputs"]["sha256"]:
+        found.append(f"outputs: {OUTPUTS.name} is not the file that was recorded with the rest")
+    models = record["models"]
+    if not models["absent"] and (models["failed"] or not models["passed"]):
+        found.append(f"models: {models['passed']} passed, {models['failed']} failed")
+    return found
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def environment() -> dict[str, Any]:
@@ -95,11 +110,16 @@ def environment() -> dict[str, Any]:
 
 def run_tests() -> dict[str, Any]:
     """Run the tests marked gpu; the kernels they need are compiled in parallel by the first one."""
+    workers = ["-n", str(min(12, os.cpu_count() or 1))] if _has_module("xdist") else []
+    return run_pytest("-m", "gpu or big_gpu", *workers, "tests")
+
+
+def run_pytest(*arguments: str) -> dict[str, Any]:
+    """Run pytest; how many tests passed, failed and were skipped, and names of those that failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        workers = ["-n", str(min(12, os.cpu_count() or 1))] if _has_module("xdist") else []
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-m", "gpu or big_gpu", *workers, f"--junitxml={report}", "tests"],
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments],
             cwd=ROOT,
             text=True,
             check=False,
@@ -125,21 +145,50 @@ def run_tests() -> dict[str, Any]:
         }
 
 
+def run_outputs(file: Path) -> dict[str, Any]:
+    """Record the results of the fixed calls on the GPU in a file."""
+    from tests.support import recorded
+
+    before = digest()
+    recording = {str(call): recorded.run(call, recorded.gpu_target(call.backend)) for call in recorded.CALLS}
+    recorded.save(file, recording, before)
+    return {"calls": len(recording), "sha256": _sha256(file)}
+
+
+def run_models() -> dict[str, Any]:
+    """Models on the GPU: the tests that run there, and each family's errors; without torch the reason why not."""
+    absent = [name for name in ("torch", "transformers") if not _has_module(name)]
+    if absent:
+        reason = f"{' and '.join(absent)} not installed"
+        return {"absent": reason, "passed": 0, "failed": 0, "skipped": 0, "failures": [], "families": {}}
+    result = {"absent": None, **run_pytest("--gpu", "-k", "cuda", "tests/models")}
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", "tests.models.report", "--gpu", "--json", str(figures)]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            return {**result, "failed": result["failed"] + 1, "failures": [*result["failures"], " ".join(command[1:])]}
+        return {**result, **json.loads(figures.read_text())}
+
+
 def _has_module(name: str) -> bool:
     import importlib.util
 
     return importlib.util.find_spec(name) is not None
 
 
-def run_part(part: str, workloads: list[str]) -> Any:
-    """One part's results."""
-    sys.path.insert(0, str(Path(__file__).parent))
+def run_part(part: str, workloads: list[str], folder: Path) -> Any:
+    """One part's results; outputs are a file in the folder as well."""
+    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     if part == "tests":
         return run_tests()
     if part == "sanitizer":
         import sanitize
 
         return sanitize.run_tools(sanitize.TOOLS, 240)
+    if part == "outputs":
+        return run_outputs(folder / OUTPUTS.name)
+    if part == "models":
+        return run_models()
     import bench
 
     rows = []
@@ -180,7 +229,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for part in PARTS if options.part == "all" else [options.part] if options.part != "merge" else []:
         before = digest()
-        result = run_part(part, options.workloads)
+        result = run_part(part, options.workloads, options.out)
         content = {"digest": before, "environment": environment(), "result": result}
         (options.out / f"{part}.json").write_text(json.dumps(content, indent=1))
         print(f"{part}: {json.dumps(result)[:1500]}")
@@ -188,6 +237,7 @@ def main() -> int:
         record = merge(options.out)
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        shutil.copyfile(options.out / OUTPUTS.name, OUTPUTS)
         found = problems(record)
         print("\n".join(found) or f"{RECORD}: clean")
         return int(bool(found))

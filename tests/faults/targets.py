@@ -25,6 +25,7 @@ from pagedattn.dtypes import BY_NUMPY, FLOAT8E4M3FN, FLOAT32
 from pagedattn.support import Feature, No, Row
 from pagedattn.testing import emulate, emulator
 from pagedattn.validate import validate
+from tests.support.build import TYPES, Built
 
 from .scene import ROUNDING, Array, Call, assert_close, assert_same_bytes, expected
 
@@ -209,6 +210,35 @@ class Target:
             None if result.lse is None else self.fetch(result.lse, np.dtype(np.float32)),
             None if result.output_qk is None else self.fetch(result.output_qk, qk_dtype),
         )
+
+    def run_built(self, built: Built) -> tuple[pagedattn.PagedAttentionResult, dict[str, Array]]:
+        """Run the call of a case; its results in host memory, and of each input the larger array that it is a slice of.
+
+        The caches among the results are those of the second.
+        """
+        case, raw = built.case, {name: self.upload(array) for name, (array, _) in built.parents.items()}
+        arrays = {
+            name: built[name] if name == "attention_metadata" else self.typed(raw[name][index], array.dtype)
+            for name, (array, index) in built.parents.items()
+        }
+        operator = pagedattn.PagedAttention(backend=self.backend, **built.attributes, **built.options)
+        with self.active():
+            result = operator(**arrays)
+        after = {name: self.download(x).view(built.parents[name][0].dtype) for name, x in raw.items()}
+
+        def fetched(x: Any, dtype: np.dtype[Any]) -> Any:
+            return None if x is None else self.fetch(x, dtype)
+
+        def cache(name: str) -> Any:
+            return after[name][built.parents[name][1]] if name in after else None
+
+        return pagedattn.PagedAttentionResult(
+            fetched(result.output, TYPES[case.io]),
+            cache("key_cache"),
+            cache("value_cache"),
+            fetched(result.output_qk, TYPES[case.qk_dtype]),
+            fetched(result.lse, np.dtype(np.float32)),
+        ), after
 
     def refuses(self, call: Call, match: str, **options: Any) -> None:
         """See that a call is refused with a message, and that no cache changes."""

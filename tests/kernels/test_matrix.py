@@ -9,11 +9,10 @@ import os
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 
 import pagedattn
-from pagedattn import PagedAttentionResult, support
+from pagedattn import support
 from pagedattn.arrays import NUMPY
 from pagedattn.backends import flash_prefill
 from pagedattn.dtypes import BY_NAME
@@ -21,7 +20,7 @@ from pagedattn.validate import validate
 from tests.emulator import toolchain
 from tests.emulator.runtime import EmulatorRuntime
 from tests.faults.targets import EmulatedTarget, Target, all_targets
-from tests.support.build import TYPES, Built, build, outside
+from tests.support.build import Built, build, outside
 from tests.support.cases import CORNER, SMOKE, Case, grid, sizes
 from tests.support.compare import verify
 
@@ -92,39 +91,14 @@ def test_flash_without_hopper_is_right_too(case: Case, monkeypatch: pytest.Monke
 def check_backend(target: Target, case: Case) -> None:
     """Run a case on a backend and compare everything with the oracle, or see that it is refused as the table says."""
     built = build(case)
-    parents = {name: target.upload(array) for name, (array, _) in built.parents.items()}
-    arrays = {
-        name: built[name] if name == "attention_metadata" else target.typed(parents[name][index], array.dtype)
-        for name, (array, index) in built.parents.items()
-    }
-    operator = pagedattn.PagedAttention(backend=target.backend, **built.attributes, **built.options)
     reason = reason_against(target, built)
     if reason is not None:
-        with pytest.raises(pagedattn.UnsupportedError, match=re.escape(reason)), target.active():
-            operator(**arrays)
+        with pytest.raises(pagedattn.UnsupportedError, match=re.escape(reason)):
+            target.run_built(built)
         return
-    with target.active():
-        result = operator(**arrays)
-
-    after = {name: target.download(x).view(built.parents[name][0].dtype) for name, x in parents.items()}
+    result, after = target.run_built(built)
     for name, (array, index) in built.parents.items():
         assert outside(after[name], index) == outside(array, index), f"{name}: something beside it was written"
         if name not in ("key_cache", "value_cache"):
             assert after[name].tobytes() == array.tobytes(), f"{name} was written"
-
-    def fetched(x: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
-        return None if x is None else target.fetch(x, dtype)
-
-    def cache(name: str) -> np.ndarray[Any, Any] | None:
-        return after[name][built.parents[name][1]] if name in after else None
-
-    verify(
-        built,
-        PagedAttentionResult(
-            target.fetch(result.output, TYPES[case.io]),
-            cache("key_cache"),
-            cache("value_cache"),
-            fetched(result.output_qk, TYPES[case.qk_dtype]),
-            fetched(result.lse, np.dtype(np.float32)),
-        ),
-    )
+    verify(built, result)

@@ -8,6 +8,7 @@ in shuffled order; whatever has not been written holds NaN.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ class Place:
 
 
 CPU = Place()
+# How a model of transformers takes its cache: `cache`, or `past_key_values` in releases before 5.24.
+_PARAMETERS = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+CACHE = next(name for name in ("cache", "past_key_values") if name in _PARAMETERS)
 
 
 # ---- schedules: new tokens of each sequence, step by step --------------------------------------------------------
@@ -102,7 +106,8 @@ def reference(model: Any, tokens: Sequence[int], cache: Any = None) -> Reference
     """One forward of one sequence, with every layer's cache kept whole."""
     cache = transformers.DynamicCache() if cache is None else cache
     device = next(model.parameters()).device
-    logits = model(input_ids=torch.tensor([list(tokens)], device=device), cache=cache, use_cache=True).logits[0]
+    ids = torch.tensor([list(tokens)], device=device)
+    logits = model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits[0]
     layers = cache.layers
     return Reference(logits.float().cpu(), [x.keys[0] for x in layers], [x.values[0] for x in layers])
 

@@ -1,9 +1,11 @@
-"""The tables of docs/models.md: ``python -m tests.models.report [--gpu]``."""
+"""The tables of docs/models.md: ``python -m tests.models.report [--gpu] [--json FILE]``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -75,16 +77,28 @@ def quantized() -> None:
     print_table(["family", "int8, per tensor", "int8, per channel", "float8, per tensor", "float8, per channel"], rows)
 
 
-def half(place: Place) -> None:
-    rows = []
+def half(place: Place) -> dict[str, dict[str, float]]:
+    """Errors of each family in half precision, those of the paged and of the unmodified model."""
+    figures = {}
     for name, family in FAMILIES.items():
         exact = rounded_weights_logits(name, place)
-        got = PagedRun(name, place).run(chunked_prompts(family.prompts))
-        plain = [reference(placed(name, place), tokens).logits for tokens in sequences_of(name)]
-        cells = (relative_error(got, exact), relative_error(plain, exact), difference(got, exact))
-        rows.append(
-            [name, *(f"{100 * x:.2f} %" for x in cells[:2]), f"{cells[2]:.3f}", f"{difference(plain, exact):.3f}"]
-        )
+        runs = {
+            "paged": PagedRun(name, place).run(chunked_prompts(family.prompts)),
+            "unmodified": [reference(placed(name, place), tokens).logits for tokens in sequences_of(name)],
+        }
+        figures[name] = {f"rms_{which}": relative_error(logits, exact) for which, logits in runs.items()} | {
+            f"largest_{which}": difference(logits, exact) for which, logits in runs.items()
+        }
+    return figures
+
+
+def print_half(figures: dict[str, dict[str, float]]) -> None:
+    rows = [
+        [name]
+        + [f"{100 * row[key]:.2f} %" for key in ("rms_paged", "rms_unmodified")]
+        + [f"{row[key]:.3f}" for key in ("largest_paged", "largest_unmodified")]
+        for name, row in figures.items()
+    ]
     print_table(["family", "rms, paged", "rms, unmodified", "largest, paged", "largest, unmodified"], rows)
 
 
@@ -100,7 +114,9 @@ def traps() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="bfloat16 on CUDA")
-    gpu = parser.parse_args().gpu
+    parser.add_argument("--json", type=Path, help="keep the figures in bfloat16 in a file")
+    options = parser.parse_args()
+    gpu = options.gpu
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     where = torch.cuda.get_device_name() if gpu else platform.machine()
@@ -109,7 +125,11 @@ def main() -> None:
         parity()
         quantized()
         traps()
-    half(Place("cuda" if gpu else "cpu", "bfloat16"))
+    figures = half(Place("cuda" if gpu else "cpu", "bfloat16"))
+    print_half(figures)
+    if options.json:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        options.json.write_text(json.dumps({**versions, "families": figures}, indent=1))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import transformers
 from pagedattn import InvalidArgumentError, UnsupportedError
 from pagedattn.integrations.transformers import PagedCache, register
 
-from .driver import placed
+from .driver import CACHE, placed
 from .families import FAMILIES, model_of
 
 NEW_TOKENS = 8
@@ -43,6 +43,8 @@ def generate(model, implementation, inputs, **options):
 
 
 def paged(name, **options):
+    if CACHE != "cache":
+        pytest.skip(f"PagedCache needs transformers 5.24, this is {transformers.__version__}")
     sizes = {"max_batch_size": 3, "max_length": 64, **options}
     return PagedCache(model_of(name).config, **sizes)
 
