@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import doctest
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagedattn import contract, gqa
+from pagedattn import api, contract, gqa
 from pagedattn.support import ROWS, Feature
 from scripts import generate_docs
 
@@ -16,6 +17,19 @@ from scripts import generate_docs
 @pytest.mark.parametrize("path", sorted(generate_docs.pages()), ids=lambda path: path.name)
 def test_page_is_fresh(path: Path):
     assert path.read_text() == generate_docs.pages()[path], "run: python -m scripts.generate_docs"
+
+
+def test_the_example_of_the_readme_runs():
+    code = (generate_docs.ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["result"].output.shape == (2, 512)
+
+
+def test_the_example_of_paged_attention_runs():
+    results = doctest.testmod(api)
+    assert results.attempted >= 5
+    assert results.failed == 0
 
 
 def test_check_finds_a_stale_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -45,6 +59,20 @@ def test_tables_are_whole():
             cells = line.replace("\\|", "").count("|")
             assert not width or cells == width, f"{path.name}: {line}"
             width = cells
+
+
+def test_what_a_gpu_measured_of_the_models():
+    figures = {"rms_paged": 0.0135, "rms_unmodified": 0.0134, "largest_paged": 0.1, "largest_unmodified": 0.125}
+    models = {"absent": None, "passed": 40, "failed": 0, "torch": "2", "transformers": "5", "families": {"x": figures}}
+    record = {"pending": None, "environment": {"gpu": "H200", "date": "2026-01-02"}, "models": models}
+    page = generate_docs.models_page(f"a\n{generate_docs.MEASURED} old {generate_docs.END_OF_MEASURED}\nb\n", record)
+    assert page.startswith(f"a\n{generate_docs.MEASURED}\n\nH200, torch 2, transformers 5, 2026-01-02; 40 tests passed")
+    assert "| x | 1.35 % | 1.34 % | 0.100 | 0.125 |" in page
+    assert page.endswith(f"{generate_docs.END_OF_MEASURED}\nb\n")
+    assert "old" not in page
+    assert generate_docs.models_page(page, record) == page
+    assert "torch not installed" in generate_docs.models_on_gpu({**record, "models": {"absent": "torch not installed"}})
+    assert "is pending" in generate_docs.models_on_gpu({**record, "pending": "no GPU"})
 
 
 def changed(operator: str, **changes: Any) -> dict[str, Any]:
