@@ -426,7 +426,7 @@ def paged_attention(
     This is ``com.microsoft::PagedAttention`` of ONNX Runtime (opset 1). Arrays may be of NumPy, of CuPy, torch
     tensors, or anything that speaks DLPack or the CUDA array interface; all of one call live on one device. Work on a
     GPU is issued to the library's current stream. N is token_count, B batch_size, H num_heads, KH kv_num_heads, D
-    head_size, DV v_head_size; T is float16 or bfloat16, on the CPU also float32.
+    head_size, DV v_head_size; T is float16 or bfloat16, on the CPU also float32. There is no backward pass.
 
     Parameters
     ----------
@@ -435,40 +435,45 @@ def paged_attention(
     key, value : (N, KH * D), T
         New keys and values; in LATENT only key, the latent rows.
     key_cache, value_cache : (num_blocks, block_size, KH, D), T, int8, float8e4m3fn, or uint8 with int4 codes
-        The block pools; **written in place**. block_size is a power of two >= 16. Packed int4 rows are
-        (D + 1) // 2 bytes. No value_cache in LATENT.
+        The block pools; **written in place**; `pagedattn.cache.allocate_cache` makes them. block_size is a power of
+        two >= 16. Packed int4 rows are (D + 1) // 2 bytes. No value_cache in LATENT.
     cumulative_sequence_length : (B + 1,), int32
-        Rows ``[c[b], c[b + 1])`` of query are those of sequence b.
+        Rows ``[c[b], c[b + 1])`` of query are those of sequence b; c[0] is 0, rows from c[B] on are padding.
     past_seqlens : (B,), int32
         Tokens of each sequence in the cache **before** this call.
     block_table : (B, max_blocks_per_sequence), int32
         Entry i of row b is the block with positions ``[i * block_size, (i + 1) * block_size)``; -1 is unmapped.
     cos_cache, sin_cache : (max_seq_len, rotary_dim / 2), T, optional
+        Needed with do_rotary, ignored without; `pagedattn.rope` makes them.
     slot_mapping : (N,), int32, optional
-        Slot ``block * block_size + offset`` for each token's key and value; -1 stores nothing.
+        Slot ``block * block_size + offset`` for each token's key and value; -1 stores nothing. By default where
+        block_table says.
     head_sink : (H,), T, optional
         An extra logit per head, in the denominator only.
     q_norm_weight, k_norm_weight : (D,), T, optional
         RMSNorm of each query and key head, before RoPE.
     k_scale, v_scale : (1,) or (KH, 1, D), float32, optional
-        Dequantized value = code * scale.
+        Dequantized value = code * scale; shaped as k_quant_type and v_quant_type say. `pagedattn.calibrate` finds one.
     attention_metadata : (2,) or (3,), int32, in host memory, optional
         Bounds ``[max_query_len, max_kv_len(, lower bound of max_kv_len)]``, 0 = unknown; they size launches only.
     query_positions : (N,), int32, optional
-        Position of each token for RoPE and the mask.
+        Position of each token for RoPE and the mask; by default its place in the sequence.
     attention_bias : (B or 1, H or 1, query capacity, context capacity), T, optional
-        Added to the scores after softcap.
+        Added to the scores after softcap. Tokens and keys beyond its capacities are not attended.
     num_heads, kv_num_heads : int
+        The second divides the first: query head h reads key head ``h // (H // KH)``.
     scale : float
-        Factor of q . k; 0 means ``1 / sqrt(D)``.
+        Factor of q . k; 0 means ``1 / sqrt(D)``. Required when DV differs from D.
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``; 0 = off.
     local_window_size : int
-        Positions a token sees, **its own included**; -1 = all.
+        Positions a token sees, **its own included**; below 1 = all.
     do_rotary, rotary_interleaved, rotary_offset : int
-        RoPE; pairs are half-split unless interleaved; the first rotated channel.
+        RoPE; pairs are half-split unless interleaved; the first rotated channel, a multiple of 8.
     qk_norm_epsilon : float
+        Epsilon inside the root of QK-norm.
     k_quant_type, v_quant_type : {"NONE", "PER_TENSOR", "PER_CHANNEL"}
+        One scale, or one for each channel of each head; other than NONE exactly with a quantized cache.
     k_cache_dtype, v_cache_dtype : str
         "" or the cache's own type; "int4" with uint8.
     v_head_size : int
@@ -485,10 +490,12 @@ def paged_attention(
         Also return the natural logarithm of each row's softmax denominator.
     qk_dtype : str or dtype
         Type of output_qk: float32, float16 or bfloat16.
-    backend : str, optional
-        Force a backend.
+    backend : {"latent", "decode", "flash", "dense", "numpy"}, optional
+        Force a backend; by default PAGEDATTN_BACKEND, else the best that serves the call (`explain`).
     checks : bool, optional
-        Also check values that live on the device; costs a synchronization.
+        Also check the values of lengths, tables, slots and positions, which may live on the device; costs a
+        synchronization. By default PAGEDATTN_CHECKS. Without, a value out of range may lose work, and never reads or
+        writes out of bounds.
     max_output_qk_bytes : int
         Largest output_qk that is computed.
 
@@ -508,11 +515,28 @@ def paged_attention(
     See Also
     --------
     PagedAttention : the same with attributes bound and plans kept, for repeated calls.
+    pagedattn.cache : blocks, block tables and the arrays of a batch.
 
     References
     ----------
     ONNX Runtime, contrib operator com.microsoft.PagedAttention. Kwon et al., "Efficient Memory Management for Large
     Language Model Serving with PagedAttention", SOSP 2023.
+
+    Examples
+    --------
+    A prompt of 20 tokens, then one more token, in blocks 3 and 1 of a pool of four:
+
+    >>> import numpy as np
+    >>> key_cache, value_cache = (np.zeros((4, 16, 2, 64), np.float16) for _ in range(2))
+    >>> table = np.array([[3, 1]], np.int32)
+    >>> for past, new in [(0, 20), (20, 1)]:
+    ...     query, key, value = (np.ones((new, heads * 64), np.float16) for heads in (8, 2, 2))
+    ...     lengths, pasts = np.array([0, new], np.int32), np.array([past], np.int32)
+    ...     result = paged_attention(
+    ...         query, key, value, key_cache, value_cache, lengths, pasts, table, num_heads=8, kv_num_heads=2
+    ...     )
+    >>> result.output.shape
+    (1, 512)
     """
     attributes = coerce_attributes(
         {
@@ -579,12 +603,19 @@ def explain(*, backend: str | None = None, **call: Any) -> Choice:
     backend : str, optional
         Force a backend.
     **call
-        Inputs and attributes of `paged_attention` by name; nothing is computed or written.
+        Inputs, attributes and options of `paged_attention` by name; nothing is computed or written.
 
     Returns
     -------
     Choice
         ``choice.row.name`` is the backend; ``choice.passed_over`` holds the reasons; ``str(choice)`` shows both.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The call breaks the contract.
+    UnsupportedError
+        No backend, or not the forced one, serves the call.
 
     Examples
     --------

@@ -82,6 +82,11 @@ def calibrate(
     -------
     Calibration
         A channel without a sample other than 0 gets the scale of the whole tensor.
+
+    Raises
+    ------
+    InvalidArgumentError
+        An option is unknown, or the samples are not of that shape, none, or not finite.
     """
     if dtype not in _DTYPES:
         raise InvalidArgumentError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}.")

@@ -86,6 +86,11 @@ def block_table_to_indices(block_table: Any, kv_lens: Any, block_size: int) -> t
     indices : (indptr[B],), int32
     last_page_len : (B,), int32
         Tokens in each sequence's last block, in [1, block_size]; 0 for an empty sequence.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A sequence is longer than its row, or has an unmapped block.
     """
     xp, (table, lengths) = _arrays(block_table, kv_lens)
     blocks = -(-lengths // block_size)
@@ -123,6 +128,11 @@ def block_table_from_indices(
         -1 beyond each list.
     kv_lens : (B,), int32
         Tokens of each sequence, new ones included: past_seqlens is this minus the new tokens.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A list is longer than max_blocks.
     """
     xp, (indptr, indices, last) = _arrays(indptr, indices, last_page_len)
     blocks = indptr[1:] - indptr[:-1]

@@ -82,6 +82,11 @@ def absorb(kv_b_proj: Any, *, num_heads: int, qk_nope_head_dim: int, v_head_dim:
         before values within a head.
     num_heads, qk_nope_head_dim, v_head_dim : int
 
+    Raises
+    ------
+    InvalidArgumentError
+        The weight has not that shape.
+
     References
     ----------
     DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C.

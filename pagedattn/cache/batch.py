@@ -71,6 +71,16 @@ def assemble(
         Capacities to pad to, for shapes that stay the same from step to step (a captured graph). Default: what fits.
     xp : module
         NumPy, CuPy, or what has an ``asarray`` like theirs.
+
+    Returns
+    -------
+    Batch
+        ``paged_attention(..., **batch.inputs)`` takes it.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The tables differ in block size, one is shorter than its count, or a capacity is too small.
     """
     tables, counts = [table for table, _ in step], [count for _, count in step]
     if len({table.block_size for table in tables}) > 1:

@@ -21,7 +21,7 @@ def allocate_cache(
     kv_cache_layout: str = "SEPARATE",
     xp: Any = np,
 ) -> tuple[Any, Any]:
-    """Key and value caches of one layer, zero-filled.
+    """Key and value caches of one layer, every value 0.
 
     Parameters
     ----------
@@ -36,8 +36,21 @@ def allocate_cache(
     Returns
     -------
     key_cache, value_cache : (num_blocks, block_size, kv_num_heads, head_size)
-        For int4 the last dimension is ``(head_size + 1) // 2`` bytes.
+        For int4 the last dimension is ``(head_size + 1) // 2`` bytes, full of 0x88: codes are stored as code + 8.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A type or layout is unknown, a size is negative, or the slots are too many for int32.
     """
+    for name, size in (
+        ("num_blocks", num_blocks),
+        ("block_size", block_size),
+        ("kv_num_heads", kv_num_heads),
+        ("head_size", head_size),
+    ):
+        if size < 0:
+            raise InvalidArgumentError(f"{name}: expected a count >= 0, got {size}.")
     rows = {row.name: row for row in TYPES["T_CACHE"]}
     if dtype not in rows:
         raise InvalidArgumentError(f"dtype: expected one of {', '.join(rows)}, got {dtype!r}.")

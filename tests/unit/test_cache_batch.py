@@ -122,6 +122,8 @@ def test_cache_arguments_are_checked():
         allocate_cache(2, 16, 1, 8, kv_cache_layout="FUSED")
     with pytest.raises(InvalidArgumentError, match="slot_mapping is int32, got 134217728 \\* 16"):
         allocate_cache(1 << 27, 16, 1, 8)
+    with pytest.raises(InvalidArgumentError, match="num_blocks: expected a count >= 0, got -2"):
+        allocate_cache(-2, 16, 1, 8)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn, np.uint8])
