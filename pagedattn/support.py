@@ -117,8 +117,15 @@ def narrow_heads(problem: Problem) -> str | None:
 
 
 def decode_shaped(problem: Problem) -> bool:
-    """At most one new token a sequence on average, or by the metadata's bound; a guess that costs speed at worst."""
-    return problem.token_count <= problem.batch_size or 0 < problem.max_query_len_bound <= 2
+    """One new token a sequence on average, or up to 8 by the metadata's bound or, without one, 4 on average.
+
+    A guess that costs speed at worst.
+    """
+    if problem.token_count <= problem.batch_size:
+        return True
+    if problem.max_query_len_bound > 0:
+        return problem.max_query_len_bound <= 8
+    return problem.token_count <= 4 * problem.batch_size
 
 
 DECODE = Row(

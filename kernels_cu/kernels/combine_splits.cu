@@ -65,7 +65,9 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
   float2 acc[kPairs] = {};
   for (int first = 0; first < splits; first += kWarpSize) {
     const float own_weight = merged.weight(lse_of_split(first + lane));
-    for (int i = 0; i < min_of(kWarpSize, splits - first); ++i) {
+    const int count = min_of(kWarpSize, splits - first);
+#pragma unroll 8  // loads of several splits at a time: they are what this kernel waits for
+    for (int i = 0; i < count; ++i) {
       const float weight = __shfl_sync(kFullWarp, own_weight, i);
       merged.row_sum += weight;
       const float2* g_acc =

@@ -2,14 +2,14 @@
 //
 //   grid    x: CTAs that stay; each takes every gridDim.x-th piece of work, alternately from the left and from the right
 //   work    (kv head, tile of tokens with all query heads of the group), a sequence's last tokens, which see most keys, first
-//   CTA     one warp that loads, three that leave, then S.warpgroups warpgroups that compute on 64 rows (token, head) each
+//   CTA     a warp that loads queries, one keys, one values, one that leaves; S.warpgroups warpgroups compute on 64 rows each
 //   reads   query once; the key and value tiles that some token of the work admits, once per work, in place
 //   writes  output and lse, rows of padding tokens included
-//   smem    | queries: 64 rows per warpgroup | S.stages key tiles | S.stages value tiles | barriers, 2 x Work |
+//   smem    | queries: 64 rows per warpgroup | S.stages key tiles | S.stages value tiles | barriers, Work |
 //
-// The loading warp runs ahead of the others by as many tiles as there are stages, and into the next work:
+// The warp that loads queries finds the work, one piece ahead, and tells all others of it in shared memory. Those that load
+// keys and values run ahead by as many tiles as there are stages, into the next work too.
 //
-//   loads       K0 Q K1 V0 K2 V1 ... | K0 Q K1 ...
 //   computes    q.K0  softmax0  q.K1 with p.V0  softmax1  q.K2 with p.V1 ...  p.Vn  write
 //
 // A warpgroup's softmax runs under its own p.V and under the products of the other warpgroups, which take turns issuing.
@@ -56,11 +56,12 @@ struct FlashPrefillSm90Params {
 };
 
 constexpr int kWarpgroup = 128;
+constexpr int kSmallestBlock = 16;
 
 // A reference that is at most this far (in powers of two) below the maximum is kept: weights stay below 2^8, and acc is not rescaled.
 constexpr float kSlack = 8.0f;
 
-// One piece of work, written by the loading warp for the others.
+// One piece of work. One thread writes it, and every thread of the others reads it and says so itself.
 struct Work {
   int sequence;
   int first_token;  // in the batch
@@ -85,11 +86,13 @@ template <FlashPrefillSm90Spec S> struct Flash {
   static constexpr int kQueryBytes = kChannelGroups * kQueryGroupBytes;  // of a warpgroup
   static constexpr int kEightKeysBytes = kChannelGroups * kAtomBytes;
   static constexpr int kTileBytes = S.tile_kv / 8 * kEightKeysBytes;
-  static constexpr int kThreads = (1 + S.warpgroups) * kWarpgroup;
-  static constexpr int kConsumerWarps = 4 * S.warpgroups;
-  // 65536 registers for all; what a compiled kernel starts with is the same for each warpgroup.
-  static constexpr int kLoadRegisters = S.warpgroups == 2 ? 56 : 32;
-  static constexpr int kComputeRegisters = S.warpgroups == 2 ? 224 : 160;
+  static constexpr int kConsumerThreads = S.warpgroups * kWarpgroup;
+  static constexpr int kThreads = kWarpgroup + kConsumerThreads;
+  // A CTA starts with the same multiple of 8 for each thread, and shares out no more than that.
+  static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kLoadRegisters = S.warpgroups == 2 ? 40 : 32;
+  static constexpr int kComputeRegisters = S.warpgroups == 2 ? 232 : 160;
+  static_assert(kLoadRegisters + S.warpgroups * kComputeRegisters <= (1 + S.warpgroups) * kStartRegisters, "more would wait forever");
 };
 
 template <FlashPrefillSm90Spec S> struct Shared {
@@ -97,14 +100,16 @@ template <FlashPrefillSm90Spec S> struct Shared {
   unsigned char* query;
   unsigned char* keys;
   unsigned char* values;
-  uint64_t* query_full;   // the queries and Work are there
-  uint64_t* query_empty;  // all are done with both
-  uint64_t* keys_full;    // [stages]
+  uint64_t* query_full;
+  uint64_t* query_empty;
+  uint64_t* work_full;    // [2]
+  uint64_t* work_empty;
+  uint64_t* keys_full;    // [stages], as those below
   uint64_t* keys_empty;
   uint64_t* values_full;
   uint64_t* values_empty;
   uint32_t* unmapped;     // [stages] bit i: block i of the key tile has nothing to see
-  Work* work;             // [2] of this round and of the one before or after it
+  Work* work;             // [2] of this round and of the next
 
   __device__ __forceinline__ Shared() {
     unsigned char* s_base = shared_memory<unsigned char>();
@@ -114,7 +119,9 @@ template <FlashPrefillSm90Spec S> struct Shared {
     values = keys + S.stages * F::kTileBytes;
     query_full = reinterpret_cast<uint64_t*>(values + S.stages * F::kTileBytes);
     query_empty = query_full + 1;
-    keys_full = query_full + 2;
+    work_full = query_full + 2;
+    work_empty = work_full + 2;
+    keys_full = work_empty + 2;
     keys_empty = keys_full + S.stages;
     values_full = keys_empty + S.stages;
     values_empty = values_full + S.stages;
@@ -143,32 +150,29 @@ __device__ __forceinline__ int warp_min(int x) {
 }
 __device__ __forceinline__ int warp_max(int x) { return -warp_min(-x); }
 
-// Walks over the work of all CTAs in order. Lane l keeps what it read of sequence 32 c + l; tokens that belong to no
-// sequence are those of one more sequence without keys.
+// Walks over the work of all CTAs in order, 32 sequences at a time. Tokens that belong to no sequence are those of one more
+// sequence without keys.
 struct WorkList {
   const SequenceTable& table;
-  int capacity;  // positions of a sequence
+  const BlockTable& blocks;
   int tile_tokens;
   int kv_num_heads;
-  int chunk = 0;
+  int chunk = 0;         // lane l has to do with sequence 32 chunk + l
   int tiles_before = 0;  // of earlier chunks
   int tiles_until = 0;   // of this chunk, up to and with this lane's sequence
-  int own_begin = 0;
-  int own_rows = 0;
-  int own_past = 0;      // negative: without keys
+
+  __device__ __forceinline__ int first_token_of(int index) const {
+    return max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
+  }
+  __device__ __forceinline__ int rows_of(int index) const {
+    const int end = index == table.batch_size ? table.token_count : min_of(table.token_count, table.cumulative_sequence_length[index + 1]);
+    return max_of(0, end - first_token_of(index));
+  }
 
   __device__ __forceinline__ void read_chunk() {
     const int index = kWarpSize * chunk + threadIdx.x % kWarpSize;
-    own_rows = 0;
-    if (index <= table.batch_size) {
-      const bool is_padding = index == table.batch_size;
-      own_begin = max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
-      const int end = is_padding ? table.token_count : table.cumulative_sequence_length[index + 1];
-      own_rows = max_of(0, min_of(table.token_count, end) - own_begin);
-      own_past = is_padding ? -1 : table.past_seqlens[index];
-    }
-    tiles_until = ceil_div(own_rows, tile_tokens);
-#pragma unroll
+    tiles_until = index <= table.batch_size ? ceil_div(rows_of(index), tile_tokens) : 0;
+#pragma unroll 1  // each step written out would keep a predicate
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
       const int left = __shfl_up_sync(kFullWarp, tiles_until, distance);
       if (threadIdx.x % kWarpSize >= distance) tiles_until += left;
@@ -189,13 +193,15 @@ struct WorkList {
     }
     const int lane = __ffs(__ballot_sync(kFullWarp, tile - tiles_before < tiles_until)) - 1;
     const int from_end = __shfl_sync(kFullWarp, tiles_until, lane) - 1 - (tile - tiles_before);
-    const int rows = __shfl_sync(kFullWarp, own_rows, lane);
-    work.sequence = min_of(kWarpSize * chunk + lane, table.batch_size - 1);
+    const int own = kWarpSize * chunk + lane;
+    const int rows = rows_of(own);
+    work.sequence = min_of(own, table.batch_size - 1);
     work.first_row = from_end * tile_tokens;
-    work.first_token = __shfl_sync(kFullWarp, own_begin, lane) + work.first_row;
+    work.first_token = first_token_of(own) + work.first_row;
     work.tokens = min_of(tile_tokens, rows - work.first_row);
-    work.past = __shfl_sync(kFullWarp, own_past, lane);
+    work.past = own < table.batch_size ? table.past_seqlens[own] : -1;
     // The capacity is at most 2^31 - 1, so a sum that does not fit exceeds it.
+    const int capacity = static_cast<int>(capacity_of(blocks));
     work.kv_len = work.past < 0 ? 0 : work.past > capacity - min_of(rows, capacity) ? capacity : work.past + rows;
     return true;
   }
@@ -209,59 +215,10 @@ __device__ __forceinline__ KeyRange keys_of_token(const SequenceTable& table, co
   return admitted_keys(rules, position, row, work.kv_len);
 }
 
-// The loading warp's view of one work: fetches block ids ahead and starts copies of tiles.
-template <FlashPrefillSm90Spec S> struct TileLoader {
-  using F = Flash<S>;
-  const FlashPrefillSm90Params& p;
-  const Shared<S>& shared;
-  int block_keys;      // of a block that lie in one tile
-  int blocks_per_tile;
-  const Work* work;    // in shared memory, which spares registers
-
-  // Lane l: the block that holds part l of tile i, or kUnmapped where there is nothing to read.
-  __device__ __forceinline__ int block_of(int i) const {
-    const int lane = threadIdx.x % kWarpSize;
-    const int key = work->first_key + i * S.tile_kv + lane * block_keys;
-    const bool wanted = lane < blocks_per_tile && i < work->tile_count && key < work->keys.end && key + block_keys > work->keys.begin;
-    return wanted ? block_of_position(p.blocks, work->sequence, key) : kUnmapped;
-  }
-
-  __device__ __forceinline__ void load(unsigned char* s_tile, const TensorMap& map, uint64_t* s_full, int head_step, int i, int block) const {
-    const int eight = offset_in_block(p.blocks, work->first_key + i * S.tile_kv) / 8;
-#pragma unroll 1
-    for (int part = 0; part < blocks_per_tile; ++part) {
-      const int from = __shfl_sync(kFullWarp, block, part);
-      if (threadIdx.x % kWarpSize == 0) {
-        ptx::tma_load(s_tile + part * (block_keys / 8) * F::kEightKeysBytes, map, s_full, 0, 0, work->kv_head * head_step, eight, from);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load_keys(Ring<S.stages>& ring, int i, int block) const {
-    ptx::mbarrier_wait(shared.keys_empty + ring.stage, ring.parity ^ 1);
-    const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped);
-    if (threadIdx.x % kWarpSize == 0) {
-      shared.unmapped[ring.stage] = unmapped & ((2u << (blocks_per_tile - 1)) - 1u);
-      ptx::mbarrier_arrive_expect(shared.keys_full + ring.stage, F::kTileBytes);
-    }
-    load(shared.keys + ring.stage * F::kTileBytes, p.key_map, shared.keys_full + ring.stage, p.key_head_step, i, block);
-    ring.advance();
-  }
-
-  __device__ __forceinline__ void load_values(Ring<S.stages>& ring, int i, int block) const {
-    ptx::mbarrier_wait(shared.values_empty + ring.stage, ring.parity ^ 1);
-    if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive_expect(shared.values_full + ring.stage, F::kTileBytes);
-    load(shared.values + ring.stage * F::kTileBytes, p.value_map, shared.values_full + ring.stage, p.value_head_step, i, block);
-    ring.advance();
-  }
-};
-
-// Finds work number `index` and writes it to shared memory; all lanes of the loading warp see it. False when there is none.
-template <FlashPrefillSm90Spec S>
-__device__ __forceinline__ bool find_work(const FlashPrefillSm90Params& p, WorkList& list, int index, Work* s_work) {
+// Work number `index` as a whole warp finds it; without tokens when there is none.
+template <FlashPrefillSm90Spec S> __device__ __forceinline__ Work find_work(const FlashPrefillSm90Params& p, WorkList& list, int index) {
   Work work;
-  const bool found = list.find(index, work);
-  if (!found) work.tokens = 0;
+  if (!list.find(index, work)) work.tokens = 0;
   int begin = 0x7fffffff;
   int end = 0;
 #pragma unroll 1
@@ -280,57 +237,98 @@ __device__ __forceinline__ bool find_work(const FlashPrefillSm90Params& p, WorkL
     work.first_key = first * S.tile_kv;
     work.tile_count = (work.keys.end - 1) / S.tile_kv - first + 1;
   }
-  if (threadIdx.x % kWarpSize == 0) *s_work = work;
-  __syncwarp();  // the work is visible to all lanes
-  return found;
+  return work;
 }
 
-// What the loading warp does from start to end.
-template <FlashPrefillSm90Spec S> __device__ __forceinline__ void load_all(const FlashPrefillSm90Params& p, const Shared<S>& shared) {
+// The warp that finds work and loads queries.
+template <FlashPrefillSm90Spec S> __device__ __forceinline__ void load_queries(const FlashPrefillSm90Params& p, const Shared<S>& shared) {
   using F = Flash<S>;
-  const int warpgroup_tokens = F::kRows / p.group_size;
-  WorkList list{p.sequences, static_cast<int>(capacity_of(p.blocks)), S.warpgroups * warpgroup_tokens, p.kv_num_heads};
+  const int tokens = F::kRows / p.group_size;  // of a warpgroup
+  WorkList list{p.sequences, p.blocks, S.warpgroups * tokens, p.kv_num_heads};
   list.read_chunk();
-  const int block_keys = min_of(p.blocks.block_size, S.tile_kv);
-  TileLoader<S> loader{p, shared, block_keys, S.tile_kv / block_keys, nullptr};
-  Ring<S.stages> keys;
-  Ring<S.stages> values;
-
+  Ring<2> works;
+  Ring<1> queries;
 #pragma unroll 1
   for (int round = 0;; ++round) {
     const int turn = static_cast<int>(round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-    Work* s_work = shared.work + round % 2;  // read by the others two rounds ago
-    const bool found = find_work<S>(p, list, round * static_cast<int>(gridDim.x) + turn, s_work);
-    loader.work = s_work;
-
-    // The last tile, which holds the last keys, is the first to be computed.
-    int i = s_work->tile_count - 1;
-    int block = loader.block_of(i);
-    int next_block = loader.block_of(i - 1);
-    if (i >= 0) loader.load_keys(keys, i, block);
-    ptx::mbarrier_wait(shared.query_empty, (round & 1) ^ 1);  // the round before is read
-    if (threadIdx.x % kWarpSize == 0) {
-      if (i >= 0) {
-        ptx::mbarrier_arrive_expect(shared.query_full, S.warpgroups * F::kChannelGroups * F::kRowBytes * warpgroup_tokens * p.group_size);
+    const Work work = find_work<S>(p, list, round * static_cast<int>(gridDim.x) + turn);
+    ptx::mbarrier_wait(shared.work_empty + works.stage, works.parity ^ 1);
+    if (ptx::elect()) {
+      shared.work[works.stage] = work;
+      ptx::mbarrier_arrive(shared.work_full + works.stage);
+    }
+    __syncwarp();
+    if (work.tokens == 0) break;
+    works.advance();
+    if (work.tile_count == 0) continue;
+    ptx::mbarrier_wait(shared.query_empty, queries.parity ^ 1);
+    if (ptx::elect()) {
+      ptx::mbarrier_arrive_expect(shared.query_full, S.warpgroups * F::kChannelGroups * F::kRowBytes * tokens * p.group_size);
 #pragma unroll 1
-        for (int part = 0; part < S.warpgroups * F::kChannelGroups; ++part) {
-          const int warpgroup = part / F::kChannelGroups;
-          ptx::tma_load(shared.query + part * F::kQueryGroupBytes, p.query_map, shared.query_full, 0, s_work->kv_head * p.group_size,
-                        s_work->first_token + warpgroup * warpgroup_tokens, part % F::kChannelGroups);
-        }
-      } else {
-        ptx::mbarrier_arrive(shared.query_full);
+      for (int part = 0; part < S.warpgroups * F::kChannelGroups; ++part) {
+        ptx::tma_load(shared.query + part * F::kQueryGroupBytes, p.query_map, shared.query_full, 0, work.kv_head * p.group_size,
+                      work.first_token + part / F::kChannelGroups * tokens, part % F::kChannelGroups);
       }
     }
     __syncwarp();
-    if (!found) break;
+    queries.advance();
+  }
+}
+
+// A warp that loads the tiles of keys, or of values.
+template <FlashPrefillSm90Spec S, bool kValues>
+__device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, const Shared<S>& shared) {
+  using F = Flash<S>;
+  const int lane = threadIdx.x % kWarpSize;
+  const int block_keys = min_of(p.blocks.block_size, S.tile_kv);  // of a block that lie in one tile
+  const int parts = S.tile_kv / block_keys;
+  const TensorMap& map = kValues ? p.value_map : p.key_map;
+  const int head_step = kValues ? p.value_head_step : p.key_head_step;
+  unsigned char* s_tiles = kValues ? shared.values : shared.keys;
+  uint64_t* s_full_of = kValues ? shared.values_full : shared.keys_full;
+  uint64_t* s_empty_of = kValues ? shared.values_empty : shared.keys_empty;
+  Ring<2> works;
+  Ring<S.stages> ring;
+
+#pragma unroll 1
+  for (;; works.advance()) {
+    ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+    const Work work = shared.work[works.stage];
+    ptx::mbarrier_arrive(shared.work_empty + works.stage);
+    if (work.tokens == 0) break;
+
+    // Lane l: the block that holds part l of tile i, as the table has it, or kUnmapped where there is nothing to read.
+    const auto entry_of = [&](int i) {
+      const int key = work.first_key + i * S.tile_kv + lane * block_keys;
+      const bool wanted = lane < parts && i >= 0 && key < work.keys.end && key + block_keys > work.keys.begin;
+      return wanted ? entry_of_position(p.blocks, work.sequence, key) : kUnmapped;
+    };
+
+    int i = work.tile_count - 1;  // the last tile, which holds the last keys, is the first to be computed
+    int entry = entry_of(i);
 #pragma unroll 1
     for (; i >= 0; --i) {
-      const int after_next = loader.block_of(i - 2);
-      if (i > 0) loader.load_keys(keys, i - 1, next_block);
-      loader.load_values(values, i, block);
-      block = next_block;
-      next_block = after_next;
+      const int block = block_of_entry(p.blocks, entry);
+      entry = entry_of(i - 1);  // on its way while this tile is waited for
+      int from[S.tile_kv / kSmallestBlock];
+#pragma unroll
+      for (int part = 0; part < S.tile_kv / kSmallestBlock; ++part) from[part] = __shfl_sync(kFullWarp, block, part);
+      const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped) & ((2u << (parts - 1)) - 1u);
+      uint64_t* s_full = s_full_of + ring.stage;
+      ptx::mbarrier_wait(s_empty_of + ring.stage, ring.parity ^ 1);
+      if (ptx::elect()) {
+        if constexpr (!kValues) shared.unmapped[ring.stage] = unmapped;
+        ptx::mbarrier_arrive_expect(s_full, F::kTileBytes);
+        const int eight = offset_in_block(p.blocks, work.first_key + i * S.tile_kv) / 8;  // 0 unless the tile lies in one block
+#pragma unroll
+        for (int part = 0; part < S.tile_kv / kSmallestBlock; ++part) {
+          if (part >= parts) break;
+          ptx::tma_load(s_tiles + ring.stage * F::kTileBytes + part * (block_keys / 8) * F::kEightKeysBytes, map, s_full, 0, 0,
+                        work.kv_head * head_step, eight, from[part]);
+        }
+      }
+      __syncwarp();
+      ring.advance();
     }
   }
 }
@@ -422,6 +420,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   uint64_t query;  // descriptors of the first stage
   uint64_t keys;
   uint64_t values;
+  Ring<1> query_ring{};
   Ring<S.stages> key_ring{};
   Ring<S.stages> value_ring{};
   Work work{};
@@ -495,6 +494,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     }
   }
 
+  // `unmapped` is lane 0's, and 0 in the others.
   __device__ __forceinline__ void mask(float (&scores)[kScores], int first_key, uint32_t unmapped) const {
     bool whole = unmapped == 0;
 #pragma unroll
@@ -502,6 +502,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       whole = whole && (token[half] < 0 || (admitted[half].begin <= first_key && first_key + S.tile_kv <= admitted[half].end));
     }
     if (__all_sync(kFullWarp, whole)) return;
+    unmapped = __shfl_sync(kFullWarp, unmapped, 0);
     const int shift = 31 - __clz(min_of(p.blocks.block_size, S.tile_kv));
     const int first = 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -529,11 +530,15 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     }
   }
 
+  // Waits for the key tile, and returns in lane 0, which will release it, the blocks that it has nothing of.
+  __device__ __forceinline__ uint32_t wait_keys() const {
+    ptx::mbarrier_wait(shared.keys_full + key_ring.stage, key_ring.parity);
+    return threadIdx.x % kWarpSize == 0 ? shared.unmapped[key_ring.stage] : 0;
+  }
+
   // After the products of a tile are complete: frees its stage, masks.
-  __device__ __forceinline__ void finish_scores(float (&scores)[kScores], int i) {
+  __device__ __forceinline__ void finish_scores(float (&scores)[kScores], int i, uint32_t unmapped) {
     const int first_key = work.first_key + i * S.tile_kv;
-    const uint32_t unmapped = shared.unmapped[key_ring.stage];
-    __syncwarp();  // all lanes have read it
     release(shared.keys_empty + key_ring.stage);
     key_ring.advance();
     if constexpr (S.has_rules) apply_rules(scores, first_key);
@@ -547,19 +552,21 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     float rescale[2];
 
     int i = work.tile_count - 1;
-    ptx::mbarrier_wait(shared.keys_full + key_ring.stage, key_ring.parity);
+    ptx::mbarrier_wait(shared.query_full, query_ring.parity);
+    query_ring.advance();
+    uint32_t unmapped = wait_keys();
     ptx::wgmma_fence();
     multiply_keys(scores);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     if (i == 0) release(shared.query_empty);
-    finish_scores(scores, i);
+    finish_scores(scores, i, unmapped);
     weigh(scores, rows, factor, rescale);
     pack_weights<Io>(weights, scores);
 
     bool accumulate = false;
     for (; i > 0; --i) {
-      ptx::mbarrier_wait(shared.keys_full + key_ring.stage, key_ring.parity);
+      unmapped = wait_keys();
       wait_values(work.first_key + i * S.tile_kv);
       wait_turn();
       ptx::hold(acc);
@@ -572,7 +579,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       ptx::wgmma_wait<1>();
       ptx::hold(scores);
       if (i == 1) release(shared.query_empty);
-      finish_scores(scores, i - 1);
+      finish_scores(scores, i - 1, unmapped);
       const bool moved = weigh(scores, rows, factor, rescale);
 
       ptx::wgmma_wait<0>();
@@ -622,21 +629,17 @@ template <FlashPrefillSm90Spec S> struct Consumer {
 
   __device__ __forceinline__ void run() {
     if (warpgroup == S.warpgroups - 1) pass_turn();  // the first turn is the first warpgroup's
-    for (uint32_t round = 0;; ++round) {
-      ptx::mbarrier_wait(shared.query_full, round & 1);
-      work = shared.work[round & 1];
+    for (Ring<2> works;; works.advance()) {
+      ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+      work = shared.work[works.stage];
+      ptx::mbarrier_arrive(shared.work_empty + works.stage);
       if (work.tokens == 0) break;
       set_rows();
       float acc[kOutputs];
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
       RowPair rows;
-      if (work.tile_count > 0) {
-        attend(acc, rows);
-      } else {
-        __syncwarp();  // all lanes have read the work
-        release(shared.query_empty);
-      }
+      if (work.tile_count > 0) attend(acc, rows);
       write(acc, rows);
     }
     if (warpgroup == 0) wait_turn();  // no barrier is left half full
@@ -651,13 +654,20 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
   using F = Flash<S>;
   const Shared<S> shared;
   if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(p.query_map);
+    ptx::prefetch_tensor_map(p.key_map);
+    ptx::prefetch_tensor_map(p.value_map);
     ptx::mbarrier_init(shared.query_full, 1);
-    ptx::mbarrier_init(shared.query_empty, F::kConsumerWarps);
+    ptx::mbarrier_init(shared.query_empty, F::kConsumerThreads / kWarpSize);
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(shared.work_full + i, 1);
+      ptx::mbarrier_init(shared.work_empty + i, F::kConsumerThreads + 2 * kWarpSize);
+    }
     for (int i = 0; i < S.stages; ++i) {
       ptx::mbarrier_init(shared.keys_full + i, 1);
-      ptx::mbarrier_init(shared.keys_empty + i, F::kConsumerWarps);
+      ptx::mbarrier_init(shared.keys_empty + i, F::kConsumerThreads / kWarpSize);
       ptx::mbarrier_init(shared.values_full + i, 1);
-      ptx::mbarrier_init(shared.values_empty + i, F::kConsumerWarps);
+      ptx::mbarrier_init(shared.values_empty + i, F::kConsumerThreads / kWarpSize);
     }
     ptx::mbarrier_init_fence();
   }
@@ -665,13 +675,13 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
 
   if (threadIdx.x < kWarpgroup) {
     ptx::decrease_registers<F::kLoadRegisters>();
-    if (threadIdx.x < kWarpSize) {
-      if (threadIdx.x == 0) {
-        ptx::prefetch_tensor_map(p.query_map);
-        ptx::prefetch_tensor_map(p.key_map);
-        ptx::prefetch_tensor_map(p.value_map);
-      }
-      load_all<S>(p, shared);
+    const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);  // the same in all lanes, visibly
+    if (warp == 0) {
+      load_queries<S>(p, shared);
+    } else if (warp == 1) {
+      load_tiles<S, false>(p, shared);
+    } else if (warp == 2) {
+      load_tiles<S, true>(p, shared);
     }
   } else {
     ptx::increase_registers<F::kComputeRegisters>();

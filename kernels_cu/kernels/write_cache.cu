@@ -37,6 +37,8 @@ struct WriteCacheParams {
   BlockTable blocks;
   KvCache key_cache;
   KvCache value_cache;
+  int* zeros;                 // [zero_count]: counters of the kernel that follows, set to 0
+  int zero_count;
   Rotary rotary;
   int num_heads;
   int kv_num_heads;
@@ -153,6 +155,9 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
   using Shape = RowShape<S>;
   using Io = element_t<S.io>;
 
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < p.zero_count; i += gridDim.x * static_cast<int64_t>(kThreads)) {
+    p.zeros[i] = 0;
+  }
   const int token = static_cast<int>(blockIdx.x / p.row_chunks);
   const int chunk = static_cast<int>(blockIdx.x % p.row_chunks);
   const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));

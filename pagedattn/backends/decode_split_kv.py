@@ -11,6 +11,8 @@ from pagedattn.problem import Problem
 
 # Keys of a split, instead of the size that `kernel.split_size` chooses; a multiple of 16. Set by tests and tuning.
 FORCED_SPLIT_KEYS: int | None = None
+# Up to this many splits are merged by the CTA that finishes last; more are worth a kernel of their own.
+MERGED_SPLITS = 8
 
 
 def plan(problem: Problem, executor: Executor[Function]) -> DecodePlan:
@@ -24,23 +26,42 @@ class DecodePlan:
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
         self.executor = executor
-        self.prologue = Prologue(p, executor)
-        self.spec = kernel.choose(p.io_dtype, p.cache_dtype, p.head_size, p.group_size, executor.max_shared_bytes)
-        self.function = executor.load(kernel.KERNEL, self.spec)
-        _, kv_heads, row_chunks = kernel.grid(self.spec, 1, 1, p.kv_num_heads, p.group_size)
-        span = min(p.kv_len_bound, p.local_window_size) if p.has_window else p.kv_len_bound
-        size = FORCED_SPLIT_KEYS or kernel.split_size(
-            span, max(1, p.token_count) * kv_heads * row_chunks, executor.multiprocessors
+        # Tokens of a sequence that read the same keys share tiles as soon as a sequence may have several.
+        tokens = max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
+        shares_tokens = p.token_count > p.batch_size and tokens > 1
+        self.spec = kernel.choose(
+            p.io_dtype,
+            p.cache_dtype,
+            p.head_size,
+            kernel.MAX_ROWS if shares_tokens else p.group_size,  # one kernel, however many tokens there are
+            executor.max_shared_bytes,
+            has_rules=p.softcap > 0 or p.bias_shape is not None,
+            shares_tokens=shares_tokens,
         )
-        self.splits = SplitPlan(p, executor, span, size)
-        self._partials_at = aligned(self.prologue.workspace_bytes)
+        self.function = executor.load(kernel.KERNEL, self.spec)
+        row_tiles = kernel.row_tile_count(self.spec, p.token_count, p.batch_size, p.group_size)
+        self.head_tiles = p.kv_num_heads * kernel.row_chunks(self.spec, p.group_size)
+        span = p.kv_len_bound
+        if p.has_window and not (shares_tokens and (p.has_query_positions or not p.is_causal)):
+            span = min(span, p.local_window_size + (self.spec.tile_rows if shares_tokens else 0))
+        size = FORCED_SPLIT_KEYS or kernel.split_size(
+            span, max(1, p.token_count) * self.head_tiles, executor.multiprocessors
+        )
+        self.splits = SplitPlan(
+            p, executor, span, size, self.spec.tile_rows if shares_tokens else 0, starts_at_0=not p.has_window
+        )
+        self.merges = 1 < self.splits.count <= MERGED_SPLITS
+        self.prologue = Prologue(p, executor, row_tiles * self.head_tiles if self.merges else 0)
+        self._finished_at = aligned(self.prologue.workspace_bytes)
+        self._partials_at = aligned(self._finished_at + 4 * row_tiles * self.head_tiles * self.merges)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
 
     def run(self, tensors: Tensors, workspace: int) -> None:
         """Do the call; see `pagedattn.backends.base.Plan`."""
         p = self.problem
         shared = Shared(p, tensors)
-        query = self.prologue.run(tensors, shared, workspace)
+        finished = workspace + self._finished_at if self.merges else None
+        query = self.prologue.run(tensors, shared, workspace, finished)
         partials = self.splits.partials(workspace + self._partials_at)
         packed = kernel.PARAMS.pack(
             query=query.pointer,
@@ -52,16 +73,21 @@ class DecodePlan:
             rules=shared.rules,
             out=shared.out,
             partials=partials,
+            finished=finished,
             group_size=p.group_size,
+            row_chunks=kernel.row_chunks(self.spec, p.group_size),
+            head_tiles=self.head_tiles,
         )
         kernel.launch(
             self.executor,
             self.function,
             self.spec,
             p.token_count,
+            p.batch_size,
             self.splits.count,
             p.kv_num_heads,
             p.group_size,
             packed,
         )
-        self.splits.combine(shared, partials)
+        if not self.merges:
+            self.splits.combine(shared, partials)

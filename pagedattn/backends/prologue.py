@@ -32,8 +32,9 @@ class Prologue:
         Room for the rotated query; 0 when attention can read the caller's.
     """
 
-    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
+    def __init__(self, problem: Problem, executor: Executor[Function], zero_count: int = 0) -> None:
         p = self.problem = problem
+        self.zero_count = zero_count
         self.executor = executor
         self.spec = write_cache.WriteCacheSpec(io=p.io_dtype, cache=p.cache_dtype, head_size=p.head_size)
         self.function = executor.load(write_cache.KERNEL, self.spec)
@@ -42,8 +43,11 @@ class Prologue:
         rows = p.num_heads * self.rewrites_query + p.kv_num_heads * (1 if p.is_latent else 2)
         self.row_chunks = write_cache.row_chunks(self.spec, p.token_count, rows) if p.token_count else 1
 
-    def run(self, tensors: Tensors, shared: Shared, workspace: int) -> Rows:
-        """Launch it; returns the query rows that attention shall read."""
+    def run(self, tensors: Tensors, shared: Shared, workspace: int, zeros: int | None = None) -> Rows:
+        """Launch it; returns the query rows that attention shall read.
+
+        ``zeros`` is the address of ``zero_count`` int32 that are set to 0 on the way.
+        """
         p = self.problem
         query = tensors["query"]
         if p.is_packed:
@@ -73,6 +77,8 @@ class Prologue:
             blocks=shared.blocks,
             key_cache=shared.key_cache,
             value_cache=shared.value_cache,
+            zeros=zeros,
+            zero_count=self.zero_count,
             rotary=arguments.rotary(p, tensors),
             num_heads=p.num_heads,
             kv_num_heads=p.kv_num_heads,

@@ -26,20 +26,30 @@ class SplitPlan:
         Wanted keys of a split, a multiple of 16.
     tile_rows : int
         Rows, tokens times query heads of a group, that are split alike; 0: each token has splits of its own.
+    starts_at_0 : bool
+        Whether every token's keys start with the first one of its sequence.
     """
 
     def __init__(
-        self, problem: Problem, executor: Executor[Function], span: int, size: int, tile_rows: int = 0
+        self,
+        problem: Problem,
+        executor: Executor[Function],
+        span: int,
+        size: int,
+        tile_rows: int = 0,
+        starts_at_0: bool = False,
     ) -> None:
         p = self.problem = problem
-        while (
-            sum(partial_bytes(p.token_count, split_count(span, size), p.num_heads, p.v_head_size)) > MAX_PARTIAL_BYTES
-        ):
+
+        def part_bytes(size: int) -> tuple[int, int]:
+            return partial_bytes(p.token_count, split_count(span, size, starts_at_0), p.num_heads, p.v_head_size)
+
+        while sum(part_bytes(size)) > MAX_PARTIAL_BYTES:
             size *= 2
         self.tile_rows = tile_rows
         self.executor, self.size, self.tile_rows = executor, size, tile_rows
-        self.count = split_count(span, size)
-        acc_bytes, lse_bytes = partial_bytes(p.token_count, self.count, p.num_heads, p.v_head_size)
+        self.count = split_count(span, size, starts_at_0)
+        acc_bytes, lse_bytes = part_bytes(size)
         self._lse_at = aligned(acc_bytes)
         self.workspace_bytes = self._lse_at + lse_bytes
         self.spec = combine_splits.CombineSpec(p.io_dtype, p.v_head_size)

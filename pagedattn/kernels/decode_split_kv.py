@@ -19,25 +19,33 @@ from pagedattn.kernels.layouts import (
     SCORE_RULES,
     SEQUENCE_TABLE,
     ceil_div,
-    channel_step,
     round_up,
-    tile_row_stride,
 )
 
-TILE_KEYS = 16
 MAX_HEAD_SIZE = 256
+ROW_TILE = 8
+MAX_ROWS = 32
 
 
 @dataclass(frozen=True)
 class DecodeSpec(Spec):
-    """What `decode_split_kv` is compiled for; `choose` fills the last three."""
+    """What `decode_split_kv` is compiled for; `choose` fills it."""
 
     io: DType
     cache: DType
     head_size: int
     row_tiles: int
     warps: int
-    stages: int
+    ctas: int
+    tile_keys: int
+    units: int
+    has_rules: bool
+    shares_tokens: bool
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a CTA."""
+        return ROW_TILE * self.row_tiles
 
 
 PARAMS = params(
@@ -51,11 +59,27 @@ PARAMS = params(
     rules=SCORE_RULES,
     out=OUTPUT,
     partials=PARTIALS,
+    finished=ptr,  # int32 [row tiles, head_tiles], zeros; None: combine_splits follows
     group_size=i32,
+    row_chunks=i32,
+    head_tiles=i32,
 )
 
-# (warps, stages), best first. The first one of which two CTAs fit a multiprocessor is taken, else the first that fits.
-SHAPES = ((4, 8), (4, 6), (4, 5), (4, 4), (4, 3), (4, 2), (2, 3), (2, 2))
+# (warps, CTAs of a multiprocessor, keys of a tile, units of a ring), best first; the first that fits is taken. They
+# depend on the cache alone, so that a row's result does not depend on how many rows share its tile.
+SHAPES = (
+    (4, 2, 32, 8),
+    (4, 2, 32, 5),
+    (4, 2, 32, 4),
+    (4, 2, 32, 3),
+    (4, 2, 16, 4),
+    (4, 2, 16, 3),
+    (4, 1, 16, 3),
+    (4, 1, 16, 2),
+    (2, 1, 16, 2),
+)
+# What the system keeps of a multiprocessor's shared memory for each CTA, and has beyond what one CTA may use.
+RESERVED_BYTES = 1 << 10
 
 
 def threads(spec: DecodeSpec) -> int:
@@ -63,29 +87,70 @@ def threads(spec: DecodeSpec) -> int:
     return 32 * spec.warps
 
 
+def column_tile(cache: DType, head_size: int) -> tuple[int, int]:
+    """Bytes from row to row of a tile, and channels of a row, padded (``ColumnTile`` in key_fragments.cuh)."""
+    groups = ceil_div(head_size * cache.bits // 8, 32)
+    return 16 * (2 * groups + 1), groups * 256 // cache.bits
+
+
 def shared_bytes(spec: DecodeSpec) -> int:
-    """Queries and pipelines of the main loop, or the rows of all warps while they merge, whichever is more."""
-    rows = 16 * spec.row_tiles
-    padded = round_up(spec.head_size, channel_step(spec.cache))
-    queries = rows * tile_row_stride(spec.io, padded)
-    pipelines = spec.warps * spec.stages * 2 * TILE_KEYS * tile_row_stride(spec.cache, spec.head_size)
-    merge = spec.warps * rows * (4 * (padded + 8) + 8)
-    return max(queries + pipelines, merge)
+    """Queries and rings of the main loop, or the rows of all warps while they merge, whichever is more."""
+    stride, padded = column_tile(spec.cache, spec.head_size)
+    rings = spec.warps * spec.units * spec.tile_keys * stride
+    merge = spec.warps * spec.tile_rows * (4 * (padded + 4) + 8)
+    return max(spec.tile_rows * (2 * padded + 24) + 64 + rings, merge)
 
 
-def choose(io: DType, cache: DType, head_size: int, group_size: int, shared_limit: int) -> DecodeSpec:
-    """Spec for a group of query heads, on a device with ``shared_limit`` bytes of shared memory for a CTA."""
-    row_tiles = 2 if group_size > 16 and round_up(head_size, channel_step(cache)) <= 128 else 1
-    specs = [DecodeSpec(io, cache, head_size, row_tiles, warps, stages) for warps, stages in SHAPES]
-    fitting = [spec for spec in specs if shared_bytes(spec) <= shared_limit]
-    return next((spec for spec in fitting if 2 * shared_bytes(spec) <= shared_limit), fitting[-1])
+def max_row_tiles(cache: DType, head_size: int) -> int:
+    """Row tiles whose acc fits the registers of a warp."""
+    padded = column_tile(cache, head_size)[1]
+    return 4 if padded <= 128 else 2 if padded <= 256 else 1
+
+
+def choose(
+    io: DType,
+    cache: DType,
+    head_size: int,
+    rows: int,
+    shared_limit: int,
+    has_rules: bool = False,
+    shares_tokens: bool = False,
+) -> DecodeSpec:
+    """Spec for ``rows`` query rows that share keys; ``shared_limit`` is the shared memory that a CTA may have."""
+    most = max_row_tiles(cache, head_size)
+    row_tiles = next((n for n in (1, 2, 4) if n <= most and ROW_TILE * n >= rows), most)
+
+    def spec(shape: tuple[int, int, int, int], row_tiles: int, ctas: int) -> DecodeSpec:
+        warps, _, tile_keys, units = shape
+        return DecodeSpec(io, cache, head_size, row_tiles, warps, ctas, tile_keys, units, has_rules, shares_tokens)
+
+    def fits(shape: tuple[int, int, int, int], row_tiles: int, ctas: int) -> bool:
+        need = shared_bytes(spec(shape, row_tiles, ctas))
+        return need <= shared_limit and ctas * (need + RESERVED_BYTES) <= shared_limit + RESERVED_BYTES
+
+    shape = next(shape for shape in SHAPES if fits(shape, 1, shape[1]) and fits(shape, most, 1))
+    ctas = next(n for n in range(shape[1], 0, -1) if fits(shape, row_tiles, n))
+    return spec(shape, row_tiles, ctas)
+
+
+def row_chunks(spec: DecodeSpec, group_size: int) -> int:
+    """Tiles that the query heads of a token make for one kv head."""
+    return 1 if spec.shares_tokens else ceil_div(group_size, spec.tile_rows)
+
+
+def row_tile_count(spec: DecodeSpec, token_count: int, batch_size: int, group_size: int) -> int:
+    """Row tiles of a launch, those without rows included."""
+    if not spec.shares_tokens:
+        return token_count
+    return token_count * group_size // spec.tile_rows + batch_size + 1
 
 
 def grid(
-    spec: DecodeSpec, token_count: int, split_count: int, kv_num_heads: int, group_size: int
+    spec: DecodeSpec, token_count: int, batch_size: int, split_count: int, kv_num_heads: int, group_size: int
 ) -> tuple[int, int, int]:
     """CTAs of a launch."""
-    return token_count * split_count, kv_num_heads, ceil_div(group_size, 16 * spec.row_tiles)
+    tiles = row_tile_count(spec, token_count, batch_size, group_size)
+    return tiles * split_count * kv_num_heads * row_chunks(spec, group_size), 1, 1
 
 
 KERNEL = Kernel("decode_split_kv", DecodeSpec, PARAMS, threads, shared_bytes)
@@ -96,13 +161,14 @@ def launch(
     function: Function,
     spec: DecodeSpec,
     token_count: int,
+    batch_size: int,
     split_count: int,
     kv_num_heads: int,
     group_size: int,
     packed: bytes,
 ) -> None:
     """Launch what ``executor.load(KERNEL, spec)`` returned."""
-    shape = grid(spec, token_count, split_count, kv_num_heads, group_size)
+    shape = grid(spec, token_count, batch_size, split_count, kv_num_heads, group_size)
     executor.launch(function, shape, threads(spec), shared_bytes(spec), packed)
 
 
@@ -126,10 +192,12 @@ def split_size(kv_len_bound: int, ctas_per_split: int, multiprocessors: int) -> 
 
 def smoke_specs() -> Iterator[DecodeSpec]:
     """Specs that together reach every branch of the source."""
+    big, small = 227 << 10, 99 << 10
     for cache in (dtypes.BFLOAT16, dtypes.INT8, dtypes.FLOAT8E4M3FN, dtypes.INT4):
-        yield choose(dtypes.BFLOAT16, cache, 128, 8, 227 << 10)
+        yield choose(dtypes.BFLOAT16, cache, 128, 8, big)
+        yield choose(dtypes.BFLOAT16, cache, 128, 32, big, shares_tokens=True)
     for cache in (dtypes.FLOAT16, dtypes.INT8, dtypes.FLOAT8E4M3FN, dtypes.INT4):
-        yield choose(dtypes.FLOAT16, cache, 64, 32, 227 << 10)
-    yield choose(dtypes.FLOAT16, dtypes.FLOAT16, 8, 1, 99 << 10)
-    yield choose(dtypes.BFLOAT16, dtypes.BFLOAT16, 256, 16, 99 << 10)
-    yield choose(dtypes.BFLOAT16, dtypes.INT4, 72, 5, 99 << 10)
+        yield choose(dtypes.FLOAT16, cache, 64, 16, small, has_rules=True)
+    yield choose(dtypes.FLOAT16, dtypes.FLOAT16, 8, 1, small)
+    yield choose(dtypes.BFLOAT16, dtypes.BFLOAT16, 256, 16, small)
+    yield choose(dtypes.BFLOAT16, dtypes.INT4, 72, 5, small, has_rules=True, shares_tokens=True)

@@ -50,12 +50,12 @@ PARAMS = params(
 )
 
 # (tile_kv, warpgroups) by head size: as many rows as the registers of acc and scores allow.
-SHAPES = {64: (128, 2), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
+SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 4
 
 
 def threads(spec: FlashPrefillSm90Spec) -> int:
-    """Threads of a CTA: a warpgroup loads, the others compute."""
+    """Threads of a CTA: the warps of one warpgroup load, the others compute."""
     return WARPGROUP * (1 + spec.warpgroups)
 
 
@@ -75,9 +75,8 @@ def group_channels(head_size: int) -> int:
 
 def choose(io: DType, head_size: int, has_rules: bool, shared_limit: int) -> FlashPrefillSm90Spec:
     """Spec with the most stages that fit ``shared_limit`` bytes."""
-    tile_kv, warpgroups = SHAPES[head_size]
-    if has_rules:
-        tile_kv = 64  # the rules' code takes registers, and is written out for each score
+    # The rules' code takes registers, and is written out for each score.
+    tile_kv, warpgroups = (64, 2) if has_rules else SHAPES[head_size]
     specs = [
         FlashPrefillSm90Spec(io, head_size, tile_kv, stages, warpgroups, has_rules)
         for stages in range(MAX_STAGES, 1, -1)
@@ -167,9 +166,7 @@ class Sm90Kernel:
         self.spec = choose(p.io_dtype, p.head_size, has_rules, executor.max_shared_bytes)
         self.function = executor.load(KERNEL, self.spec)
         self.channels = group_channels(p.head_size)
-        self.grid = grid(
-            self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size, executor.multiprocessors
-        )
+        self.grid = grid(self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size, executor.multiprocessors)
 
     def why_not(self, query: tuple[int, int], key_cache: TensorInfo, value_cache: TensorInfo) -> str | None:
         """Reason why these arrays cannot be read, or None; ``query`` is the rows' address and stride in elements."""
@@ -237,3 +234,4 @@ def smoke_specs() -> Iterator[FlashPrefillSm90Spec]:
     yield choose(dtypes.FLOAT16, 128, False, 227 << 10)
     yield choose(dtypes.FLOAT16, 64, True, 227 << 10)
     yield choose(dtypes.BFLOAT16, 128, True, 227 << 10)
+    yield choose(dtypes.BFLOAT16, 256, True, 227 << 10)

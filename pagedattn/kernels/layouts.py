@@ -105,9 +105,9 @@ def partial_bytes(token_count: int, split_count: int, num_heads: int, v_head_siz
     return 4 * rows * round_up(v_head_size, 2), 4 * rows
 
 
-def split_count(kv_len_bound: int, split_size: int) -> int:
-    """Splits that cover any range of ``kv_len_bound`` keys, wherever it starts."""
-    return max(1, ceil_div(kv_len_bound + KEY_ALIGNMENT - 1, split_size))
+def split_count(kv_len_bound: int, split_size: int, starts_at_0: bool = False) -> int:
+    """Splits that cover any range of ``kv_len_bound`` keys, wherever it starts unless that is known to be 0."""
+    return max(1, ceil_div(kv_len_bound + (0 if starts_at_0 else KEY_ALIGNMENT - 1), split_size))
 
 
 def channel_step(cache: DType) -> int:

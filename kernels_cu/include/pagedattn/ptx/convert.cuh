@@ -47,6 +47,29 @@ template <class T> __device__ __forceinline__ uint32_t subtract_2(uint32_t x, ui
 #endif
 }
 
+// x * y + z on two float16 lanes; exact wherever this library uses it.
+__device__ __forceinline__ uint32_t multiply_add_half_2(uint32_t x, uint32_t y, uint32_t z) {
+#if defined(__CUDA_ARCH__)
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+#else
+  return pack_2<__half>(low_of<__half>(x) * low_of<__half>(y) + low_of<__half>(z),
+                        high_of<__half>(x) * high_of<__half>(y) + high_of<__half>(z));
+#endif
+}
+
+// (x & mask) | bits in one instruction, which the compiler does not find for two constants.
+template <uint32_t kMask, uint32_t kBits> __device__ __forceinline__ uint32_t mask_or(uint32_t x) {
+#if defined(__CUDA_ARCH__)
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "n"(kMask), "n"(kBits));
+  return result;
+#else
+  return (x & kMask) | kBits;
+#endif
+}
+
 // Two float8 e4m3fn codes in the low 16 bits to two float16; exact, and NaN stays NaN.
 __device__ __forceinline__ uint32_t f8e4m3_to_half_2(uint32_t codes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -66,6 +89,16 @@ __device__ __forceinline__ uint32_t f8e4m3_to_half_2(uint32_t codes) {
 #endif
   const uint32_t nan = (((spread & 0x007f007fu) + 0x00010001u) & 0x00800080u) * 255u;  // 0x7f80 where the code is NaN
   return scaled | nan | sign;
+#endif
+}
+
+// The four float8 e4m3fn codes of a word to two pairs of float16.
+__device__ __forceinline__ void f8e4m3_to_half_4(uint32_t codes, uint32_t& low, uint32_t& high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }" : "=r"(low), "=r"(high) : "r"(codes));
+#else
+  low = f8e4m3_to_half_2(codes);
+  high = f8e4m3_to_half_2(codes >> 16);
 #endif
 }
 

@@ -14,6 +14,14 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// True in one lane of a whole warp, and the compiler knows that it is one: instructions that a single thread issues need no
+// loop over lanes.
+__device__ __forceinline__ bool elect() {
+  uint32_t chosen;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
+  return chosen != 0;
+}
+
 // Starts the copy of the box at a coordinate (innermost axis first); its bytes are counted on the barrier. Elements
 // outside of the tensor arrive as zeros, and are counted too. One thread calls it.
 __device__ __forceinline__ void tma_load(void* s_target, const TensorMap& map, uint64_t* s_barrier, int c0, int c1, int c2, int c3) {

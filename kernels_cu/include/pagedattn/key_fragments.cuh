@@ -1,0 +1,206 @@
+// Operands of attention for few query rows: keys and values are the M side of the tensor core, the query rows its N side.
+//
+//   scores^T [16 keys, 8 rows]      = K [16 keys, 16 channels] x q^T [16 channels, 8 rows]
+//   output^T [16 channels, 8 rows] += V^T [16 channels, 16 keys] x p^T [16 keys, 8 rows]
+//
+// A group of up to eight query heads fills the tile, and each key and value is loaded, and widened, once for all rows.
+// Tiles hold rows as they are stored. One ldmatrix reads a column group: 16 keys by 32 bytes, which is 16, 32 or 64
+// channels, or steps of 16. It moves pairs of bytes, so a lane gets neighbouring channels of a narrow type; sums over channels
+// may run in any order, and the rows of output^T may be any channels, so nothing is shuffled:
+//
+//   with g = lane / 4, t = lane % 4       16 bits                   8 bits             4 bits
+//   K, step s: channels of the lane       16 s + 2t, +1, +8, +9     16 s + 4t .. + 3   32 (s / 2) + 8t + 2 (s % 2) + {0, 4, 1, 5}
+//   V, step s: channels of rows g, g + 8  16 s + g, + 8             16 s + 2g, + 1     32 (s / 2) + 4g + 2 (s % 2), + 1
+//
+// Codes become float16 without their scale, exactly; query rows of quantized caches are float16 too (query_fragments).
+#pragma once
+
+#include <pagedattn/kv_tile.cuh>
+#include <pagedattn/math.cuh>
+#include <pagedattn/ptx/convert.cuh>
+#include <pagedattn/ptx/ldmatrix.cuh>
+#include <pagedattn/ptx/mma.cuh>
+#include <pagedattn/ptx/movmatrix.cuh>
+
+// Rows of a tile padded to whole column groups; copy_rows fills them.
+template <DType Cache, int kChannels> struct ColumnTile {
+  static constexpr int kRowBytes = row_bytes_of(Cache, kChannels);
+  static constexpr int kGroups = ceil_div(kRowBytes, 32);
+  static constexpr int kVectors = 2 * kGroups;
+  static constexpr int kStride = 16 * (kVectors + 1);  // odd: eight rows start in eight different groups of four banks
+  static constexpr int kStepsOfGroup = 16 / bits_of(Cache);
+  static constexpr int kSteps = kGroups * kStepsOfGroup;
+  static constexpr int kPadded = 16 * kSteps;  // channels
+};
+
+// The 32-bit word of a lane to the registers of kStepsOfGroup half operands. `kTransposed` words hold two keys, else two
+// neighbouring pairs of channels.
+template <DType Cache, bool kTransposed> __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[16 / bits_of(Cache)]) {
+  if constexpr (Cache == DType::f8e4m3) {
+    const uint32_t codes = kTransposed ? ptx::byte_permute(word, word, 0x3120) : word;
+    ptx::f8e4m3_to_half_4(codes, pairs[0], pairs[1]);
+  } else if constexpr (Cache == DType::i8) {  // with the sign bit flipped 0..255; 0x64nn is 1024 + nn
+    const uint32_t biased = word ^ 0x80808080u;
+    pairs[0] = ptx::subtract_2<__half>(ptx::byte_permute(biased, 0x64646464u, kTransposed ? 0x4240 : 0x4140), 0x64806480u);
+    pairs[1] = ptx::subtract_2<__half>(ptx::byte_permute(biased, 0x64646464u, kTransposed ? 0x4341 : 0x4342), 0x64806480u);
+  } else if constexpr (Cache == DType::i4) {  // nibbles i and i + 4; the upper one of a byte counts sixteenfold
+    constexpr uint32_t kSixteenth = 0x2c002c00u, kMinus72 = 0xd480d480u;
+    const uint32_t upper = word >> 8;
+    pairs[0] = ptx::subtract_2<__half>(ptx::mask_or<0x000f000fu, 0x64006400u>(word), 0x64086408u);
+    pairs[1] = ptx::multiply_add_half_2(ptx::mask_or<0x00f000f0u, 0x64006400u>(word), kSixteenth, kMinus72);
+    pairs[2] = ptx::subtract_2<__half>(ptx::mask_or<0x000f000fu, 0x64006400u>(upper), 0x64086408u);
+    pairs[3] = ptx::multiply_add_half_2(ptx::mask_or<0x00f000f0u, 0x64006400u>(upper), kSixteenth, kMinus72);
+  } else {
+    pairs[0] = word;
+  }
+}
+
+template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
+  static constexpr DType kCache = Cache;
+  using Io = element_t<IoType>;
+  static constexpr bool kCodes = is_quantized(Cache);
+  using Math = element_t<kCodes ? DType::f16 : IoType>;  // of operands
+  using Tile = ColumnTile<Cache, kHeadSize>;
+  static constexpr int kSteps = Tile::kStepsOfGroup;  // of a column group
+
+  // A operands of q . k: keys [key, key + 16), the steps of column group `group`.
+  static __device__ __forceinline__ void keys(uint32_t (&a)[kSteps][4], const unsigned char* s_tile, int key, int group) {
+    const int lane = threadIdx.x % kWarpSize;
+    uint32_t r[4];  // keys g, channels from byte 0; keys g + 8; keys g, channels from byte 16; keys g + 8
+    ptx::ldmatrix_x4(r, s_tile + (key + lane % 16) * Tile::kStride + 32 * group + 16 * (lane / 16));
+    if constexpr (!kCodes) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[0][i] = r[i];
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t low[kSteps], high[kSteps];
+        widen<Cache, false>(r[2 * half], low);
+        widen<Cache, false>(r[2 * half + 1], high);
+#pragma unroll
+        for (int i = 0; i < kSteps / 2; ++i) {
+          const int step = half * kSteps / 2 + i;
+          a[step][0] = low[2 * i];
+          a[step][1] = high[2 * i];
+          a[step][2] = low[2 * i + 1];
+          a[step][3] = high[2 * i + 1];
+        }
+      }
+    }
+  }
+
+  // A operands of p . v: keys [key, key + 16), the steps of column group `group`.
+  static __device__ __forceinline__ void values(uint32_t (&a)[kSteps][4], const unsigned char* s_tile, int key, int group) {
+    const int lane = threadIdx.x % kWarpSize;
+    uint32_t r[4];  // keys 2t, bytes 0..15; keys 2t, bytes 16..31; keys 2t + 8, bytes 0..15; keys 2t + 8, bytes 16..31
+    ptx::ldmatrix_x4_transposed(r, s_tile + (key + lane % 8 + 8 * (lane / 16)) * Tile::kStride + 32 * group + 16 * (lane / 8 % 2));
+    if constexpr (!kCodes) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[0][i] = r[i];
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t low[kSteps], high[kSteps];
+        widen<Cache, true>(r[half], low);
+        widen<Cache, true>(r[half + 2], high);
+#pragma unroll
+        for (int i = 0; i < kSteps / 2; ++i) {
+          const int step = half * kSteps / 2 + i;
+          a[step][0] = low[2 * i];
+          a[step][1] = low[2 * i + 1];
+          a[step][2] = high[2 * i];
+          a[step][3] = high[2 * i + 1];
+        }
+      }
+    }
+  }
+
+  // Channel of element `i` (0..3) of the B operand of a lane in q . k.
+  static __device__ __forceinline__ int key_channel(int step, int lane, int i) {
+    const int t = lane % 4;
+    if constexpr (Cache == DType::i4) return 32 * (step / 2) + 8 * t + 2 * (step % 2) + i / 2 + 4 * (i % 2);
+    if constexpr (kCodes) return 16 * step + 4 * t + i;
+    return 16 * step + 2 * t + i % 2 + 8 * (i / 2);
+  }
+
+  // Channel of this lane's rows g (`half` 0) and g + 8 (`half` 1) of output^T.
+  static __device__ __forceinline__ int value_channel(int step, int half) {
+    const int g = threadIdx.x % kWarpSize / 4;
+    if constexpr (Cache == DType::i4) return 32 * (step / 2) + 4 * g + 2 * (step % 2) + half;
+    if constexpr (kCodes) return 16 * step + 2 * g + half;
+    return 16 * step + g + 8 * half;
+  }
+};
+
+// Writes the query rows as B operands of q . k, [row tile][step][lane] of four elements, to `s_query`. `row_of(r)` is the
+// address of row r, or null for a row of zeros.
+//
+// Rows for a quantized cache become float16: q times the key scale per channel, relative to the largest of them, divided by a
+// power of two that brings the row's largest channel near 2^13. So every finite row fits, and what is lost lies 2^37 below its
+// largest channel. `s_factor` gets those powers and, kRows further on, the scale that is left to multiply by.
+// All threads call it; everything is there after a barrier.
+template <class F, int kRows, int kHeadSize, int kThreads, class RowOf>
+__device__ __forceinline__ void load_query_fragments(unsigned char* s_query, float* s_factor, const KvCache& keys, int kv_head,
+                                                     const RowOf& row_of) {
+  using Io = typename F::Io;
+  constexpr int kSteps = F::Tile::kSteps;
+  const int lane = threadIdx.x % kWarpSize;
+  float top_scale = 1.0f;
+  bool per_channel = false;
+  if constexpr (F::kCodes) {
+    per_channel = keys.scale_channel_stride != 0;
+    if (per_channel) {
+      top_scale = 0.0f;
+      for (int c = lane; c < kHeadSize; c += kWarpSize) top_scale = fmaxf(top_scale, fabsf(scale_of<F::kCache>(keys, kv_head, c)));
+      top_scale = group_max<kWarpSize>(top_scale);
+      if (top_scale == 0.0f) top_scale = 1.0f;
+    }
+  }
+  const float inverse_scale = 1.0f / top_scale;
+  const auto element = [&](const Io* g_row, int channel) {
+    const float x = to_float(g_row[channel]);
+    return per_channel ? x * (scale_of<F::kCache>(keys, kv_head, channel) * inverse_scale) : x;
+  };
+  if constexpr (F::kCodes) {
+    const float scale = per_channel ? top_scale : scale_of<F::kCache>(keys, kv_head, 0);
+    for (int row = threadIdx.x / kWarpSize; row < kRows; row += kThreads / kWarpSize) {
+      const Io* g_row = static_cast<const Io*>(row_of(row));
+      float top = 0.0f;
+      if (g_row != nullptr) {
+        for (int c = lane; c < kHeadSize; c += kWarpSize) {
+          const float x = fabsf(element(g_row, c));
+          if (x < -negative_infinity()) top = fmaxf(top, x);
+        }
+      }
+      top = group_max<kWarpSize>(top);
+      // 2^k with top / 2^k in [2^13, 2^14); k in a range where 2^k and 2^-k are normal.
+      const int exponent = max_of(-100, min_of(100, static_cast<int>(__float_as_uint(top) >> 23) - 127 - 13));
+      if (lane == 0) {
+        s_factor[row] = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+        s_factor[kRows + row] = scale;
+      }
+    }
+    __syncthreads();  // the factors are visible
+  }
+  for (int i = threadIdx.x; i < kRows / 8 * kSteps * kWarpSize; i += kThreads) {
+    const int slot = i % kWarpSize;
+    const int step = i / kWarpSize % kSteps;
+    const int row = i / kWarpSize / kSteps * 8 + slot / 4;
+    const Io* g_row = static_cast<const Io*>(row_of(row));
+    float x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int channel = F::key_channel(step, slot, j);
+      x[j] = g_row != nullptr && channel < kHeadSize ? element(g_row, channel) : 0.0f;
+    }
+    if constexpr (F::kCodes) {
+      const float inverse = 1.0f / s_factor[row];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] *= inverse;
+    }
+    uint2 both;
+    both.x = ptx::pack_2<typename F::Math>(x[0], x[1]);
+    both.y = ptx::pack_2<typename F::Math>(x[2], x[3]);
+    *reinterpret_cast<uint2*>(s_query + 8 * i) = both;
+  }
+}
