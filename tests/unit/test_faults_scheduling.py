@@ -77,7 +77,7 @@ class PositionCache:
         return result.output[:, 0]
 
 
-class TestB37WindowBlocksFreedWhileAChunkStillNeedsThem:
+class TestWindowBlocksFreedWhileAChunkStillNeedsThem:
     @pytest.mark.parametrize(
         ("window", "block_size", "prompt", "chunk"),
         [(6, 4, 20, 8), (1, 4, 20, 8), (5, 4, 33, 3), (9, 8, 64, 16), (4, 4, 12, 1)],
@@ -149,7 +149,7 @@ class TestB37WindowBlocksFreedWhileAChunkStillNeedsThem:
         assert sequence.new_tokens == expected.new_tokens
 
 
-class TestB38RingOverwrittenBeforeItsOwnChunkHasReadIt:
+class TestRingOverwrittenBeforeItsOwnChunkHasReadIt:
     @pytest.mark.parametrize(("block_size", "window", "past"), [(4, 4, 8), (16, 16, 32), (16, 9, 40)])
     def test_a_chunk_that_the_ring_cannot_hold_is_refused_before_any_write(self, block_size, window, past):
         ring = 2 * block_size
@@ -187,7 +187,7 @@ class TestB38RingOverwrittenBeforeItsOwnChunkHasReadIt:
                 chunk -= count
 
 
-class TestB40RollbackPastWhatARollingCacheStillHolds:
+class TestRollbackPastWhatARollingCacheStillHolds:
     def test_rejected_drafts_inside_the_ring_leave_no_trace(self):
         """Window 16 on a ring of 32 slots, length 80: 16 drafts, all rejected, then on."""
         outputs = []
@@ -241,7 +241,7 @@ class Failure(Exception):
     """Raised inside the model."""
 
 
-class TestB88BlocksLeakOnSomeWayOut:
+class TestBlocksLeakOnSomeWayOut:
     @pytest.mark.parametrize(("seed", "window"), [(0, None), (1, None), (2, 9)])
     def test_random_events(self, seed, window):
         """2,000 events on 64 blocks: every way in and out, with the books checked after each."""
@@ -362,7 +362,7 @@ class Ledger:
         engine.run = noted
 
 
-class TestB89FreedBlockSurvivesAPreemption:
+class TestFreedBlockSurvivesAPreemption:
     def test_three_growing_requests_in_a_pool_of_twelve(self):
         engine = Engine(RecallModel(), 12, 4)
         poison(engine.pool, engine.cache)
@@ -424,7 +424,7 @@ class TestB89FreedBlockSurvivesAPreemption:
         assert [sequence.new_tokens for sequence in sequences] == [greedy(model, prompt, 40) for prompt in prompts]
 
 
-class TestB91PreemptionNeverMakesProgress:
+class TestPreemptionNeverMakesProgress:
     def test_pool_too_small_for_one_request_and_just_enough_for_the_others(self):
         """4 blocks of 4. Blocks needed: 5, exactly 4, 3 and 3."""
         engine = Engine(RecallModel(), 4, 4)
@@ -506,7 +506,7 @@ class TestB91PreemptionNeverMakesProgress:
             Engine(RecallModel(), 4, 4, max_batch_tokens=0)
 
 
-class TestB92PromptFullyCoveredByThePrefixCache:
+class TestPromptFullyCoveredByThePrefixCache:
     @pytest.mark.parametrize("others", [0, 2])
     @pytest.mark.parametrize("lengths", [(8, 8), (8, 9), (8, 7), (9, 8), (8, 4), (8, 5)])
     @pytest.mark.parametrize("owner_is_decoding", [True, False])
@@ -560,7 +560,7 @@ class TestB92PromptFullyCoveredByThePrefixCache:
                 assert np.array_equal(cache[shared], copy)
 
 
-class TestB94TwoRequestsProduceTheSameBlock:
+class TestTwoRequestsProduceTheSameBlock:
     def test_copies_made_in_one_step_are_freed_shared_and_evicted_apart(self):
         prompt = random_prompt(np.random.default_rng(0), 9)
         engine = Engine(RecallModel(), 10, 4)
@@ -646,7 +646,7 @@ def speculate(model, block_size: int, prompt: list[int], stream: list[int], acce
         audit(pool, [table])
 
 
-class TestB95SpeculativeRollbackTrimsTheWrongAmount:
+class TestSpeculativeRollbackTrimsTheWrongAmount:
     ROUNDS = tuple(np.random.default_rng(0).integers(0, 5, 30).tolist())
 
     @pytest.mark.parametrize("accepted", [ROUNDS, (0,) * 30, (4,) * 30, (0, 4) * 15, (3, 1, 2) * 10])
@@ -672,7 +672,7 @@ class TestB95SpeculativeRollbackTrimsTheWrongAmount:
         assert pool.used == 2
 
 
-class TestB97LastGeneratedTokenMissingWhenASessionContinues:
+class TestLastGeneratedTokenMissingWhenASessionContinues:
     @pytest.mark.parametrize("generated", [3, 4, 8])  # 5 prompt tokens: the turn ends at a block edge, or off it
     def test_second_turn_on_the_same_table(self, generated):
         prompt, more = random_prompt(np.random.default_rng(0), 5), random_prompt(np.random.default_rng(1), 3)
