@@ -29,8 +29,11 @@ from pagedattn.validate import (
     DEFAULT_MAX_OUTPUT_QK_BYTES,
     Shapes,
     coerce_attributes,
+    coerce_options,
     expected,
     require_values,
+    shared_memory,
+    spans,
 )
 
 NAME = "GroupQueryAttention"
@@ -309,7 +312,8 @@ def group_query_attention(
     total = _host_int(arrays.pop("total_sequence_length"))
     if out is not None:
         arrays["output"] = out
-    options = {"backend": backend, "checks": checks, "max_output_qk_bytes": int(max_output_qk_bytes)}
+    names = ("backend", "checks", "max_output_qk_bytes")
+    options = dict(zip(names, coerce_options(backend, checks, max_output_qk_bytes), strict=True))
     call = _Call(arrays, attributes, total, options)
     runtime = runtime_of(call.infos["query"].device)
     with runtime.active(), call.adapters["query"].stream(call.arrays["query"]):
@@ -348,6 +352,11 @@ def _check(infos: Mapping[str, TensorInfo], attributes: Mapping[str, Any], total
     shapes.bind("total_sequence_length", total, "total_sequence_length")
     for message in _faults(shapes, attributes):
         raise InvalidArgumentError(message)
+    in_place = attributes["sliding_window_cache"] or shapes.sizes.get("capacity", 0) >= total
+    written = ("past_key", "past_value", "output") if in_place else ("output",)
+    shared = shared_memory(infos, spans(infos), written)
+    if shared is not None:
+        raise InvalidArgumentError(shared)
     return shapes.sizes
 
 
@@ -368,11 +377,12 @@ def _faults(shapes: Shapes, attributes: Mapping[str, Any]) -> Iterator[str]:
             message = shapes.match(row.name, row.shape)
             if message:
                 yield message
-        if row.name == "query" or row.type == "S":  # the paged operator checks the other types
-            allowed = ["int64", "int32"] if row.name == "position_ids" else [dtype.name for dtype in TYPES[row.type]]
-            if name_of(shapes.tensors[row.name].dtype) not in allowed:
-                dtype = name_of(shapes.tensors[row.name].dtype)
-                yield expected(row.name, f"element type {' or '.join(allowed)}", dtype)
+        allowed = [dtype.numpy for dtype in TYPES[row.type]]  # that they agree, the paged operator checks
+        if row.name == "position_ids":
+            allowed.insert(0, np.dtype(np.int64))
+        if shapes.tensors[row.name].dtype not in allowed:
+            names = " or ".join(map(name_of, allowed))
+            yield expected(row.name, f"element type {names}", name_of(shapes.tensors[row.name].dtype))
     if shapes.has("output"):
         heads = attributes["num_heads"] + (0 if shapes.has("key") else 2 * attributes["kv_num_heads"])
         width = shapes.sizes["query_width"] // heads * attributes["num_heads"]
@@ -380,9 +390,14 @@ def _faults(shapes: Shapes, attributes: Mapping[str, Any]) -> Iterator[str]:
         message = shapes.match("output", ("batch_size", "sequence_length", "output_width"))
         if message:
             yield message
+        want, got = (name_of(shapes.tensors[name].dtype) for name in ("query", "output"))
+        if got != want:
+            yield expected("output", f"element type {want}, that of query", got)
     length, total = shapes.sizes["sequence_length"], shapes.sizes["total_sequence_length"]
     if total < max(1, length):
         yield expected("total_sequence_length", f"a value >= sequence_length = {length}, and > 0", total)
+    if total > np.iinfo(np.int32).max:
+        yield expected("total_sequence_length", "a value that int32 holds", total)
     if shapes.sizes.get("kv_sequence_length", length) not in (0, length):
         kv_length = shapes.sizes["kv_sequence_length"]
         yield expected("key", f"dimension 1 to be sequence_length = {length}, or 0", kv_length)
@@ -418,6 +433,9 @@ def _cache_faults(shapes: Shapes, attributes: Mapping[str, Any]) -> Iterator[str
             yield expected("local_window_size", "a value >= 1 with sliding_window_cache", window)
         if not shapes.has("past_key"):
             yield "past_key: required by sliding_window_cache, got none."
+        for name in ("past_key", "past_value"):
+            if not shapes.tensors[name].writeable:
+                yield f"{name}: expected a writeable array, got a read-only one."
         if shapes.sizes["capacity"] < window:
             yield expected("past_key", f"dimension 2 >= local_window_size = {window}", shapes.sizes["capacity"])
         if shapes.sizes.get("kv_sequence_length") == 0:

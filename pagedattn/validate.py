@@ -665,7 +665,7 @@ def _problem(call: Call, return_lse: bool, qk_dtype: DType, metadata: tuple[int,
         scale=call["scale"] or 1.0 / math.sqrt(sizes["head_size"]),
         is_contiguous=call.is_contiguous,
         softcap=call["softcap"],
-        local_window_size=min(window, np.iinfo(np.int32).max) if window > 0 else -1,  # beyond every position
+        local_window_size=window if 0 < window <= np.iinfo(np.int32).max else -1,  # wider than any position: none
         is_causal=bool(call["is_causal"]),
         do_rotary=rotary,
         rotary_interleaved=rotary and bool(call["rotary_interleaved"]),

@@ -512,6 +512,24 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         "past_key: expected dimension 2 >= local_window_size = 13, got 12",
     ),
     "out": ({"out": np.zeros((3, 4, 32), np.float32)}, "output: expected dimension 2 to be output_width = 64"),
+    "out type": ({"out": np.zeros((3, 4, 64))}, "output: expected element type float32, that of query, got float64"),
+    "out of objects": ({"out": np.zeros((3, 4, 64), object)}, "output: expected element type float32"),
+    "objects": ({"key": np.zeros((3, 4, 32), object)}, "key: expected element type float16 or .* got object"),
+    "complex cache to enlarge": (
+        {name: np.zeros((3, 2, 4, 16), complex) for name in ("past_key", "past_value")},
+        "past_key: expected element type float16 or .* got complex128",
+    ),
+    "sliding read-only": (
+        {
+            "past_value": np.broadcast_to(np.float32(0), (3, 2, 12, 16)),
+            "sliding_window_cache": 1,
+            "local_window_size": 4,
+        },
+        "past_value: expected a writeable array",
+    ),
+    "huge total": ({"total_sequence_length": 2**31}, "total_sequence_length: expected a value that int32 holds"),
+    "limit": ({"max_output_qk_bytes": None}, "max_output_qk_bytes: expected a number, got None"),
+    "backends": ({"backend": ["numpy"]}, r"backend: expected a name or None, got \['numpy'\]"),
     "scores": ({"qk_output": 1, "max_output_qk_bytes": 100}, "output_qk: expected at most 100 bytes"),
     "backend": ({"backend": "fastest"}, "backend: expected one of"),
     "smooth": ({"smooth_softmax": 2}, "smooth_softmax: expected one of"),
@@ -545,6 +563,23 @@ def test_error_names_what_is_wrong(name: str):
 def test_unsupported(changes: dict[str, Any], message: str):
     with pytest.raises(UnsupportedError, match=message):
         group_query_attention(**{**simple(), **changes})
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_written_memory_may_not_be_another_arrays_too(sliding: bool):
+    call = simple(**({"sliding_window_cache": 1, "local_window_size": 4} if sliding else {}))
+    query, cache = call["query"], call["past_key"]
+    inside = cache.reshape(-1)[: query.size].reshape(query.shape)
+    before = cache.copy()
+    for changes, message in (
+        ({"past_value": cache}, "past_value: expected memory of its own, got the buffer of past_key"),
+        ({"out": inside}, "output: expected memory of its own, got the buffer of past_key"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            group_query_attention(**{**call, **changes})
+        assert np.array_equal(cache, before)
+    out = group_query_attention(**{**call, "out": query}).output  # a row is read before it is written
+    assert out is query
 
 
 def test_checks_name_a_position_beyond_the_tables():

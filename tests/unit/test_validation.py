@@ -932,13 +932,14 @@ def test_options_are_checked():
 
 
 @pytest.mark.parametrize("window", [2**31, 2**100])
-def test_a_window_wider_than_any_position_is_the_widest(window: int):
-    built = build(Case())
+def test_a_window_wider_than_any_position_is_none(window: int):
+    built = build(Case(positions="ahead"))
+    built["query_positions"][-1] = 2**31 - 1
     want = built.copy().run(paged_attention)
     built.attributes["local_window_size"] = window
     got = built.run(paged_attention)
     assert got.output.tobytes() == want.output.tobytes()
-    assert problem_of(built.inputs, built.attributes).local_window_size == 2**31 - 1
+    assert problem_of(built.inputs, built.attributes).local_window_size == -1
 
 
 def test_copies_of_an_operator_hold_its_attributes_and_options():
