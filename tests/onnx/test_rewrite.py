@@ -44,7 +44,7 @@ def operators(model: Any) -> list[str]:
     return [node.op_type for node in model.graph.node if node.domain == contract.DOMAIN]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(cases().filter(has_padded_form))
 def test_same_bits(case: Case):
     register_schema()
