@@ -9,13 +9,14 @@ import numpy as np
 
 from pagedattn import codec
 from pagedattn.arrays import adapter_of
-from pagedattn.dtypes import FLOAT8E4M3FN, INT4, INT8
+from pagedattn.dtypes import BFLOAT16, FLOAT8E4M3FN, FLOAT16, FLOAT32, INT4, INT8
 from pagedattn.errors import InvalidArgumentError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 __all__ = ["Calibration", "calibrate"]
 
+_SAMPLES = (FLOAT16.numpy, BFLOAT16.numpy, FLOAT32.numpy, np.dtype(np.float64))
 _DTYPES = {dtype.name: dtype for dtype in (INT8, FLOAT8E4M3FN, INT4)}
 
 
@@ -96,7 +97,11 @@ def calibrate(
         raise InvalidArgumentError(f"method: expected absmax or percentile, got {method!r}.")
     if not 0 < percentile <= 100:
         raise InvalidArgumentError(f"percentile: expected a value in (0, 100], got {percentile}.")
-    values = adapter_of("samples", samples).to_numpy(samples).astype(np.float32)
+    values = adapter_of("samples", samples).to_numpy(samples)
+    if values.dtype not in _SAMPLES:
+        raise InvalidArgumentError(f"samples: expected a real floating type, got {values.dtype}.")
+    with np.errstate(over="ignore"):  # beyond float32 is infinity, which is refused below
+        values = values.astype(np.float32)
     if values.ndim != 3 or values.size == 0:
         raise InvalidArgumentError(
             f"samples: expected shape (tokens, kv_num_heads, head_size), one token or more, got {values.shape}."

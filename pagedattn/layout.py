@@ -28,8 +28,15 @@ def cumulative_lengths(lengths: Any) -> Any:
         ``[0, l0, l0 + l1, ...]``; ``diff`` of it is the inverse.
     """
     xp, (lengths,) = _arrays(lengths)
+    if lengths.ndim != 1:
+        raise InvalidArgumentError(f"lengths: expected rank 1, (batch_size,), got shape {lengths.shape}.")
+    if xp is np and (lengths < 0).any():
+        raise InvalidArgumentError(f"lengths: expected values >= 0, got {lengths.min()}.")
+    ends = xp.cumsum(lengths)
+    if xp is np and lengths.size and ends[-1] > np.iinfo(np.int32).max:
+        raise InvalidArgumentError(f"lengths: expected a sum that int32 holds, got {ends[-1]}.")
     result = xp.zeros(lengths.size + 1, xp.int32)
-    result[1:] = xp.cumsum(lengths)
+    result[1:] = ends
     return result
 
 
@@ -151,4 +158,8 @@ def _arrays(*given: Any) -> tuple[Any, tuple[Any, ...]]:
     """The array module of the arguments, and the arguments as arrays of 64-bit integers."""
     names = {type(x).__module__.partition(".")[0] for x in given}
     xp = sys.modules["cupy"] if "cupy" in names else np
-    return xp, tuple(xp.asarray(x, xp.int64) for x in given)
+    arrays = tuple(map(xp.asarray, given))
+    for array in arrays:
+        if array.dtype.kind not in "iu" and array.size:
+            raise InvalidArgumentError(f"lengths and tables: expected integers, got elements of {array.dtype}.")
+    return xp, tuple(array.astype(xp.int64) for array in arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,7 @@ def merge_attention_states(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple
     InvalidArgumentError
         No part is given, or the shapes do not agree.
     """
-    if not outputs or len(outputs) != len(lses):
+    if len(outputs) == 0 or len(outputs) != len(lses):
         raise InvalidArgumentError(
             f"lses: expected one for each of outputs, one part or more; got {len(lses)} for {len(outputs)}."
         )
@@ -58,7 +59,7 @@ def merge_attention_states(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple
     rows, heads = rows_and_heads
 
     def per_head(output: Any) -> Any:
-        return xp.asarray(output, dtype=xp.float32).reshape(rows, heads, -1)
+        return xp.asarray(output, dtype=xp.float32).reshape(rows, heads, math.prod(shape[1:]) // max(heads, 1))
 
     stacked = xp.stack([xp.asarray(lse, dtype=xp.float32) for lse in lses])
     largest = stacked[0]

@@ -52,9 +52,17 @@ class AbsorbedProjection(NamedTuple):
         -------
         (N, num_heads * (R + qk_rope_head_dim)), of the arrays' own library and type
         """
+        heads, width, _ = self.w_uk.shape
+        for name, x in (("q_nope", q_nope), ("q_rope", q_rope)):
+            if len(x.shape) != 3 or x.shape[:2] != (q_nope.shape[0], heads):
+                raise InvalidArgumentError(
+                    f"{name}: expected shape (N, num_heads = {heads}, ...), got {tuple(x.shape)}."
+                )
+        if q_nope.shape[2] != width:
+            raise InvalidArgumentError(f"q_nope: expected heads of {width} channels, got {q_nope.shape[2]}.")
         latent = _per_head(q_nope, self.w_uk)
         joined = sys.modules[_library(q_nope)].concatenate([latent, q_rope], -1)
-        return joined.reshape(joined.shape[0], -1)
+        return joined.reshape(joined.shape[0], joined.shape[1] * joined.shape[2])
 
     def output(self, attention_output: Any) -> Any:
         """Rows for ``o_proj`` from the operator's output.
@@ -67,9 +75,15 @@ class AbsorbedProjection(NamedTuple):
         -------
         (N, num_heads * v_head_dim)
         """
-        heads, _, rank = self.w_uv.shape
-        rows = _per_head(attention_output.reshape(-1, heads, rank), self.w_uv.swapaxes(1, 2))
-        return rows.reshape(rows.shape[0], -1)
+        heads, width, rank = self.w_uv.shape
+        if len(attention_output.shape) != 2 or attention_output.shape[1] != heads * rank:
+            raise InvalidArgumentError(
+                f"attention_output: expected shape (N, num_heads * kv_lora_rank = {heads * rank}), "
+                f"got {tuple(attention_output.shape)}."
+            )
+        count = attention_output.shape[0]
+        rows = _per_head(attention_output.reshape(count, heads, rank), self.w_uv.swapaxes(1, 2))
+        return rows.reshape(count, heads * width)
 
 
 def absorb(kv_b_proj: Any, *, num_heads: int, qk_nope_head_dim: int, v_head_dim: int) -> AbsorbedProjection:
@@ -91,6 +105,9 @@ def absorb(kv_b_proj: Any, *, num_heads: int, qk_nope_head_dim: int, v_head_dim:
     ----------
     DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C.
     """
+    for name, size in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
+        if not size > 0:
+            raise InvalidArgumentError(f"{name}: expected a size > 0, got {size}.")
     width = qk_nope_head_dim + v_head_dim
     if kv_b_proj.ndim != 2 or kv_b_proj.shape[0] != num_heads * width:
         raise InvalidArgumentError(

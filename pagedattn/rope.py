@@ -77,11 +77,13 @@ def default(rotary_dim: int, theta: float = 10000.0) -> Rope:
     """
     if rotary_dim <= 0 or rotary_dim % 2:
         raise InvalidArgumentError(f"rotary_dim: expected an even number > 0, got {rotary_dim}.")
+    _positive("theta", theta)
     return Rope(theta ** -(np.arange(0, rotary_dim, 2) / rotary_dim))
 
 
 def linear(rotary_dim: int, theta: float = 10000.0, *, factor: float) -> Rope:
     """Position interpolation: every position is divided by ``factor`` (Chen et al., 2023)."""
+    _positive("factor", factor)
     return Rope(default(rotary_dim, theta).inverse_frequencies / factor)
 
 
@@ -98,6 +100,9 @@ def dynamic_ntk(
     length : int
         Length of the sequence. The table holds for this length only: keys cached under another one do not fit it.
     """
+    _positive("max_position_embeddings", max_position_embeddings)
+    if rotary_dim <= 2:
+        raise InvalidArgumentError(f"rotary_dim: expected more than 2 channels, got {rotary_dim}.")
     stretch = factor * max(length, max_position_embeddings) / max_position_embeddings - (factor - 1)
     return default(rotary_dim, theta * stretch ** (rotary_dim / (rotary_dim - 2)))
 
@@ -133,6 +138,10 @@ def yarn(
     truncate : bool
         Begin and end the ramp at whole pairs. GPT-OSS does not.
     """
+    _positive("factor", factor)
+    _positive("original_max_position_embeddings", original_max_position_embeddings)
+    if theta == 1:
+        raise InvalidArgumentError("theta: expected a base other than 1, by which no pair turns slower than another.")
 
     def pair_that_turns(times: float) -> float:
         return rotary_dim * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -187,6 +196,12 @@ def longrope(
         raise InvalidArgumentError(
             f"short_factor, long_factor: expected rotary_dim / 2 = {rotary_dim // 2} divisors, got {divisors.size}."
         )
+    if not (divisors > 0).all():
+        raise InvalidArgumentError(f"short_factor, long_factor: expected divisors > 0, got {divisors.min()}.")
+    if original_max_position_embeddings <= 1:
+        raise InvalidArgumentError(
+            f"original_max_position_embeddings: expected a length > 1, got {original_max_position_embeddings}."
+        )
     if attention_factor is None:
         if factor is None:
             raise InvalidArgumentError("factor: required when attention_factor is not given, got none.")
@@ -216,6 +231,11 @@ def llama3(
     original_max_position_embeddings : int
         Length of the original context.
     """
+    _positive("factor", factor)
+    if not low_freq_factor < high_freq_factor:
+        raise InvalidArgumentError(
+            f"high_freq_factor: expected a value above low_freq_factor = {low_freq_factor}, got {high_freq_factor}."
+        )
     kept = default(rotary_dim, theta).inverse_frequencies
     turns = original_max_position_embeddings * kept / (2 * math.pi)
     share = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
@@ -297,6 +317,11 @@ def from_parameters(
     raise InvalidArgumentError(
         f"rope_type: expected one of default, linear, dynamic, yarn, longrope, llama3, got {kind!r}."
     )
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InvalidArgumentError(f"{name}: expected a finite value > 0, got {value}.")
 
 
 def _required(name: str, value: Any) -> Any:

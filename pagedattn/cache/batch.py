@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedattn.cache.block_pool import integer
 from pagedattn.cache.block_table import UNMAPPED, Array, BlockTable
 from pagedattn.errors import InvalidArgumentError
 from pagedattn.layout import cumulative_lengths, slot_mapping
@@ -82,6 +83,7 @@ def assemble(
     InvalidArgumentError
         The tables differ in block size, one is shorter than its count, or a capacity is too small.
     """
+    step = [(table, integer("count", count)) for table, count in step]
     tables, counts = [table for table, _ in step], [count for _, count in step]
     if len({table.block_size for table in tables}) > 1:
         raise InvalidArgumentError("assemble: the tables of one call must have one block size.")
@@ -120,7 +122,7 @@ def assemble(
 def _capacity(name: str, capacity: int | None, needed: int, least: int = 0) -> int:
     if capacity is None:
         return max(needed, least)
-    if capacity < needed:
+    if integer(name, capacity) < needed:
         raise InvalidArgumentError(f"{name}: expected a capacity of at least {needed}, got {capacity}.")
     return capacity
 

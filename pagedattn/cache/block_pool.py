@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from pagedattn.errors import InvalidArgumentError, PagedAttentionError
+
+
+def integer(name: str, value: Any) -> int:
+    """A Python int from any spelling of one; a float that is whole by chance is a mistake."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{name}: expected an integer, got {value!r}.") from None
 
 
 class OutOfBlocksError(PagedAttentionError, MemoryError):
@@ -29,6 +39,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        num_blocks = integer("num_blocks", num_blocks)
         if num_blocks < 0:
             raise InvalidArgumentError(f"num_blocks: expected a count >= 0, got {num_blocks}.")
         self.num_blocks = num_blocks
@@ -67,6 +78,9 @@ class BlockPool:
         OutOfBlocksError
             When fewer are available.
         """
+        count = integer("count", count)
+        if count < 0:
+            raise InvalidArgumentError(f"count: expected a number of blocks >= 0, got {count}.")
         if count > self.available:
             raise OutOfBlocksError(f"asked for {count} blocks, {self.available} of {self.num_blocks} are available.")
         return [self._take() for _ in range(count)]
@@ -127,7 +141,7 @@ class BlockPool:
         return block
 
     def _check_id(self, block: int) -> None:
-        if not 0 <= block < self.num_blocks:
+        if not 0 <= integer("block", block) < self.num_blocks:
             raise InvalidArgumentError(f"block {block}: expected an id in [0, {self.num_blocks}).")
 
     def __repr__(self) -> str:
@@ -145,4 +159,7 @@ def content_key(parent: bytes, tokens: Sequence[int]) -> bytes:
         Key of the block before, or at most 64 bytes of the caller's for the first.
     tokens : sequence of int
     """
-    return hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), key=parent, digest_size=16).digest()
+    ids = np.asarray(tokens)
+    if ids.dtype.kind not in "iu" and ids.size:  # cut to integers, two prompts could be one
+        raise InvalidArgumentError(f"tokens: expected integers, got elements of {ids.dtype}.")
+    return hashlib.blake2b(ids.astype(np.int64).tobytes(), key=parent, digest_size=16).digest()

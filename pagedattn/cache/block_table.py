@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedattn.cache.block_pool import BlockPool, content_key
+from pagedattn.cache.block_pool import BlockPool, content_key, integer
 from pagedattn.errors import InvalidArgumentError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -23,6 +23,9 @@ def window_blocks(window: int, block_size: int, chunk: int = 1) -> int:
 
     These are ``window + chunk - 1`` consecutive positions, and one block more because they may start inside a block.
     """
+    for name, value in (("window", window), ("block_size", block_size), ("chunk", chunk)):
+        if integer(name, value) < 1:
+            raise InvalidArgumentError(f"{name}: expected a size > 0, got {value}.")
     return -(-(window + chunk - 1) // block_size) + 1
 
 
@@ -59,10 +62,15 @@ class BlockTable:
         ring_blocks: int | None = None,
         root: bytes = b"",
     ) -> None:
+        block_size = integer("block_size", block_size)
+        window = None if window is None else integer("window", window)
+        ring_blocks = None if ring_blocks is None else integer("ring_blocks", ring_blocks)
         if block_size < 1:
             raise InvalidArgumentError(f"block_size: expected a size > 0, got {block_size}.")
         if window is not None and window < 1:
             raise InvalidArgumentError(f"window: expected at least the token's own position, got {window}.")
+        if not isinstance(root, bytes):
+            raise InvalidArgumentError(f"root: expected bytes, got {root!r}.")
         if len(root) > 64:
             raise InvalidArgumentError(f"root: expected at most 64 bytes, got {len(root)}.")
         if ring_blocks is not None:
@@ -106,7 +114,7 @@ class BlockTable:
 
     def blocks_needed(self, count: int) -> int:
         """Upper bound of the blocks that appending ``count`` tokens takes from the pool."""
-        entries, fresh = self._touched(count)
+        entries, fresh = self._touched(integer("count", count))
         return fresh + sum(self.pool.references(self._blocks[entry]) > 1 for entry in entries)
 
     def append(self, count: int) -> Copies:
@@ -126,6 +134,7 @@ class BlockTable:
         InvalidArgumentError
             The ring cannot hold the tokens beside the keys that the first of them still sees.
         """
+        count = integer("append", count)
         if count < 0:
             raise InvalidArgumentError(f"append: expected a count >= 0, got {count}.")
         if count > self.append_limit:
@@ -158,6 +167,7 @@ class BlockTable:
         InvalidArgumentError
             When the window of the next token would reach positions that are no longer held.
         """
+        length = integer("truncate", length)
         if not 0 <= length <= self.length:
             raise InvalidArgumentError(f"truncate: expected a length in [0, {self.length}], got {length}.")
         if length == self.length:
@@ -242,6 +252,8 @@ class BlockTable:
 
         Entries below the window of the first of them are -1.
         """
+        if not 0 <= integer("count", count) <= self.length:
+            raise InvalidArgumentError(f"count: expected a number of tokens in [0, {self.length}], got {count}.")
         logical = -(-self.length // self.block_size)
         first = max(self._window_start(self.length - count) // self.block_size, self._expired)
         row = np.full(logical, UNMAPPED, np.int32)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedattn.cache.block_pool import integer
 from pagedattn.contract import LAYOUTS, TYPES
 from pagedattn.errors import InvalidArgumentError
 
@@ -49,7 +50,7 @@ def allocate_cache(
         ("kv_num_heads", kv_num_heads),
         ("head_size", head_size),
     ):
-        if size < 0:
+        if integer(name, size) < 0:
             raise InvalidArgumentError(f"{name}: expected a count >= 0, got {size}.")
     rows = {row.name: row for row in TYPES["T_CACHE"]}
     if dtype not in rows:
@@ -80,14 +81,26 @@ def copy_blocks(cache: Any, copies: Iterable[tuple[int, int]]) -> None:
     cache : (num_blocks, ...), NumPy or CuPy, written
     copies : iterable of (source, destination)
         What `BlockTable.append` returned.
+
+    Raises
+    ------
+    InvalidArgumentError
+        An id is not a block of the cache, or the cache cannot be written; nothing was copied.
     """
-    copies = list(copies)
+    copies = [(integer("source", source), integer("destination", destination)) for source, destination in copies]
     if not copies:
         return
+    blocks = cache.shape[0]
+    for block in (block for pair in copies for block in pair):
+        if not 0 <= block < blocks:  # -1, an unmapped entry, would be the last block
+            raise InvalidArgumentError(f"block {block}: expected an id in [0, {blocks}), the blocks of the cache.")
+    if isinstance(cache, np.ndarray) and not cache.flags.writeable:
+        raise InvalidArgumentError("cache: expected a writeable array, got a read-only one.")
     if cache.dtype.itemsize == 1:
         cache = cache.view(np.uint8)  # CuPy moves bytes, but has no float8 arithmetic
     sources, destinations = (list(ids) for ids in zip(*copies, strict=True))
-    if set(sources) & set(destinations):  # one copy may read what another wrote
+    if set(sources) & set(destinations) or len(set(destinations)) < len(destinations):
+        # One copy may read, or write again, what another wrote.
         for source, destination in copies:
             cache[destination] = cache[source]
     else:

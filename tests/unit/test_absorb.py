@@ -70,3 +70,23 @@ def test_a_weight_of_another_shape_is_refused(arrays):
 def test_softmax_scale_of_the_released_models(mscale_all_dim, expected):
     assert mla.softmax_scale(192, factor=40, mscale_all_dim=mscale_all_dim) == pytest.approx(expected, abs=5e-7)
     assert mla.softmax_scale(192) == 192**-0.5
+
+
+def test_no_rows():
+    projection = absorb(np.ones((2 * 7, 5), np.float32), num_heads=2, qk_nope_head_dim=4, v_head_dim=3)
+    assert projection.query(np.ones((0, 2, 4), np.float32), np.ones((0, 2, 6), np.float32)).shape == (0, 2 * 11)
+    assert projection.output(np.ones((0, 10), np.float32)).shape == (0, 6)
+
+
+def test_rows_of_another_shape_are_named():
+    projection = absorb(np.ones((2 * 7, 5), np.float32), num_heads=2, qk_nope_head_dim=4, v_head_dim=3)
+    with pytest.raises(InvalidArgumentError, match="q_nope: expected heads of 4 channels, got 3"):
+        projection.query(np.ones((1, 2, 3)), np.ones((1, 2, 6)))
+    with pytest.raises(
+        InvalidArgumentError, match=r"q_rope: expected shape \(N, num_heads = 2, ...\), got \(3, 2, 6\)"
+    ):
+        projection.query(np.ones((1, 2, 4)), np.ones((3, 2, 6)))
+    with pytest.raises(InvalidArgumentError, match=r"attention_output: expected shape .* = 10\), got \(1, 7\)"):
+        projection.output(np.ones((1, 7)))
+    with pytest.raises(InvalidArgumentError, match="num_heads: expected a size > 0, got -2"):
+        absorb(np.ones((14, 5)), num_heads=-2, qk_nope_head_dim=-4, v_head_dim=-3)

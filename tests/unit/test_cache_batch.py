@@ -151,3 +151,38 @@ def test_copies_reach_a_view_of_a_larger_buffer():
     copy_blocks(both[:, 1], [(0, 2)])
     assert (both[2, 1] == 7).all()
     assert not both[:, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("copies", "message"),
+    [
+        ([(0, 1), (-1, 2)], r"block -1: expected an id in \[0, 4\), the blocks of the cache"),
+        ([(0, 1), (1, 4)], r"block 4: expected an id in \[0, 4\), the blocks of the cache"),
+        ([(0, 1.0)], "destination: expected an integer, got 1.0"),
+    ],
+)
+def test_copies_of_no_block_of_the_cache_are_refused(copies, message):
+    cache = np.arange(4, dtype=np.float16).reshape(4, 1, 1, 1)
+    with pytest.raises(InvalidArgumentError, match=message):
+        copy_blocks(cache, copies)
+    assert cache.ravel().tolist() == [0, 1, 2, 3]
+
+
+def test_the_last_copy_to_a_block_counts():
+    cache = np.arange(4, dtype=np.float16).reshape(4, 1, 1, 1)
+    copy_blocks(cache, [(0, 1), (3, 1)])
+    assert cache.ravel().tolist() == [0, 3, 2, 3]
+
+
+def test_a_read_only_cache_is_not_copied_in():
+    with pytest.raises(InvalidArgumentError, match="cache: expected a writeable array"):
+        copy_blocks(np.broadcast_to(np.float16(0), (4, 1, 1, 1)), [(0, 1)])
+
+
+def test_counts_of_a_step_are_integers():
+    table = BlockTable(BlockPool(4), 16)
+    table.append(5)
+    with pytest.raises(InvalidArgumentError, match=r"count: expected an integer, got 1\.0"):
+        assemble([(table, 1.0)])
+    with pytest.raises(InvalidArgumentError, match=r"max_blocks: expected an integer, got 2\.5"):
+        assemble([(table, 1)], max_blocks=2.5)

@@ -166,3 +166,26 @@ def test_repr_tells_the_state():
     pool = cached_pool(3)
     pool.share(1)
     assert repr(pool) == "BlockPool(1 used, 2 cached, 0 free)"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pool: pool.allocate(-1), "count: expected a number of blocks >= 0, got -1"),
+        (lambda pool: pool.allocate(1.0), "count: expected an integer, got 1.0"),
+        (lambda pool: pool.free(0.0), "block: expected an integer, got 0.0"),
+        (lambda pool: BlockPool(2.5), "num_blocks: expected an integer, got 2.5"),
+        (lambda pool: content_key(b"", [1.5]), "tokens: expected integers, got elements of float64"),
+    ],
+)
+def test_numbers_of_another_kind_are_refused(call, message):
+    pool = BlockPool(4)
+    with pytest.raises(InvalidArgumentError, match=message):
+        call(pool)
+    assert pool.available == 4
+
+
+def test_any_spelling_of_a_count_is_taken():
+    pool = BlockPool(np.int64(4))
+    assert pool.allocate(np.int32(2)) == [0, 1]
+    assert content_key(b"", [3, 4]) == content_key(b"", np.array([3, 4], np.int32))

@@ -367,3 +367,26 @@ class TestRing:
         with pytest.raises(InvalidArgumentError, match="those below 16 are gone"):
             table.truncate(18)
         table.truncate(19)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda table: table.append(1.0), "append: expected an integer, got 1.0"),
+        (lambda table: table.truncate(1.5), "truncate: expected an integer, got 1.5"),
+        (lambda table: table.row(6), r"count: expected a number of tokens in \[0, 5\], got 6"),
+        (lambda table: table.row(-1), r"count: expected a number of tokens in \[0, 5\], got -1"),
+        (lambda table: BlockTable(table.pool, 16.0), "block_size: expected an integer, got 16.0"),
+        (lambda table: BlockTable(table.pool, 16, window=1.5), "window: expected an integer, got 1.5"),
+        (lambda table: BlockTable(table.pool, 16, root="adapter"), "root: expected bytes, got 'adapter'"),
+        (lambda table: window_blocks(0, 16), "window: expected a size > 0, got 0"),
+        (lambda table: window_blocks(4, 0), "block_size: expected a size > 0, got 0"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(call, message):
+    table = BlockTable(BlockPool(4), 16)
+    table.append(np.int32(5))
+    with pytest.raises(InvalidArgumentError, match=message):
+        call(table)
+    assert (table.length, table.blocks, table.pool.used) == (5, [0], 1)
+    assert type(table.length) is int

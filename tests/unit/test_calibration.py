@@ -102,6 +102,8 @@ def test_the_report_reads_as_one_line(samples):
         ({"percentile": 0}, r"percentile: expected a value in \(0, 100\], got 0"),
         ({"samples": np.ones((2, 3))}, r"samples: expected shape \(tokens, kv_num_heads, head_size\).*got \(2, 3\)"),
         ({"samples": np.full((2, 1, 8), np.nan)}, r"samples: expected finite values, got 16 others"),
+        ({"samples": np.full((2, 1, 8), 1e300)}, r"samples: expected finite values, got 16 others"),
+        ({"samples": np.ones((2, 1, 8), complex)}, r"samples: expected a real floating type, got complex128"),
     ],
 )
 def test_errors_name_the_argument(arguments, message):

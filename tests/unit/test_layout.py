@@ -86,3 +86,17 @@ def test_impossible_conversions_are_refused():
         block_table_to_indices(table, [5], BLOCK)
     with pytest.raises(InvalidArgumentError, match="max_blocks: expected at least 3, the longest list, got 2"):
         block_table_from_indices([0, 3], [0, 1, 2], [1], BLOCK, 2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([2**31 - 1, 1], "lengths: expected a sum that int32 holds, got 2147483648"),
+        ([3, -1], "lengths: expected values >= 0, got -1"),
+        ([[1, 2]], r"lengths: expected rank 1, \(batch_size,\), got shape \(1, 2\)"),
+        ([1.5], "lengths and tables: expected integers, got elements of float64"),
+    ],
+)
+def test_lengths_that_int32_would_bend_are_refused(lengths, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        cumulative_lengths(lengths)

@@ -77,3 +77,9 @@ def test_parts_must_agree():
             merge_attention_states([output, output], [wrong, wrong])
     with pytest.raises(InvalidArgumentError, match=r"lses: expected shape \(rows, heads\) of outputs"):
         merge_attention_states([output.reshape(ROWS, HEADS, WIDTH)], [np.zeros((ROWS, WIDTH))])
+
+
+def test_no_rows_and_stacked_parts():
+    output, lse = np.zeros((2, 0, 8), np.float16), np.zeros((2, 0, 2), np.float32)
+    merged, merged_lse = merge_attention_states(output, lse)
+    assert (merged.shape, merged_lse.shape) == ((0, 8), (0, 2))

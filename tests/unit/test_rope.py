@@ -186,6 +186,27 @@ def test_parameters_of_a_config(name):
         (lambda: rope.from_parameters({"rope_type": "yarn"}, 8), "original_max_position_embeddings: required"),
         (lambda: rope.from_parameters({"rope_type": "linear"}, 8), "factor: required by this rope_type"),
         (lambda: rope.from_parameters({"rope_type": "llama3", "factor": 8.0}, 8), "low_freq_factor: required"),
+        (lambda: rope.default(8, 0), "theta: expected a finite value > 0, got 0"),
+        (lambda: rope.default(8, math.nan), "theta: expected a finite value > 0, got nan"),
+        (lambda: rope.linear(8, factor=0), "factor: expected a finite value > 0, got 0"),
+        (
+            lambda: rope.dynamic_ntk(2, factor=2, max_position_embeddings=8, length=16),
+            "rotary_dim: expected more than 2 channels",
+        ),
+        (
+            lambda: rope.yarn(8, factor=2, original_max_position_embeddings=0),
+            "original_max_position_embeddings: expected a finite value > 0, got 0",
+        ),
+        (
+            lambda: rope.llama3(8, factor=2, low_freq_factor=1, high_freq_factor=1, original_max_position_embeddings=8),
+            "high_freq_factor: expected a value above low_freq_factor = 1, got 1",
+        ),
+        (
+            lambda: rope.longrope(
+                4, short_factor=[1, 0], long_factor=[1, 1], original_max_position_embeddings=8, length=1, factor=2
+            ),
+            "short_factor, long_factor: expected divisors > 0, got 0",
+        ),
     ],
 )
 def test_errors_name_the_argument(call, message):
