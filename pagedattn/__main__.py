@@ -151,10 +151,10 @@ def _kernel_cache() -> tuple[str, str]:
     directory = default_directory()
     if directory is None:
         return ("none", "the user has no home, so kernels are kept in memory only: set PAGEDATTN_CACHE_DIR")
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    if not os.access(there, os.W_OK):
+    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # False for a name too long
+    if not os.path.isdir(there) or not os.access(there, os.W_OK):
         return (str(directory), "cannot be written, so kernels are kept in memory only: set PAGEDATTN_CACHE_DIR")
-    kernels = list(directory.glob("*.kernel"))
+    kernels = list(directory.glob("*.kernel")) if there == directory else []
     size = sum(path.stat().st_size for path in kernels) / 2**20
     return (str(directory), f"{len(kernels)} kernels, {size:.1f} MiB")
 

@@ -395,7 +395,7 @@ def query_width(call: Call) -> str | None:
         heads += 2 * call["kv_num_heads"]
         spelled = "num_heads + 2 * kv_num_heads (packed: key and value are absent)"
     width = shape[1]
-    if width == 0 or width % heads:
+    if width <= 0 or width % heads:  # a description, which is no array, may be negative
         return expected("query", f"a width divisible by {spelled} = {heads}", width)
     head_size = width // heads
     if head_size % 8:

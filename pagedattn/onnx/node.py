@@ -52,7 +52,10 @@ class PagedAttentionNode:
 def attribute_value(attribute: Any) -> Any:
     """Value of an AttributeProto; strings as str."""
     value = helper.get_attribute_value(attribute)
-    return value.decode() if isinstance(value, bytes) else value
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        raise InvalidArgumentError(expected(attribute.name, "a string in UTF-8", repr(value))) from None
 
 
 def names_by_index(names: Sequence[str], rows: Sequence[str], kind: str) -> dict[str, str]:

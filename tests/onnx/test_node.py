@@ -23,6 +23,7 @@ from tests.onnx.graphs import (
     PACKED,
     SEPARATE,
     model_of,
+    raw_node,
     value_info,
 )
 
@@ -206,6 +207,12 @@ def test_a_process_ends_well_after_registering():
     """onnx keeps the inference function; letting go of it after the interpreter's end used to crash."""
     run = python("import pagedattn.onnx as face; face.register_schema(); face.register_schema(); print('registered')")
     assert (run.returncode, run.stdout, run.stderr) == (0, "registered\n", "")
+
+
+def test_a_string_that_is_no_text_is_refused():
+    node = raw_node(list(SEPARATE), attributes={**HEADS, "kv_cache_layout": b"\xff\xfe"})
+    with pytest.raises(InvalidArgumentError, match="kv_cache_layout: expected a string in UTF-8"):
+        read_paged_attention_node(node)
 
 
 def test_an_old_onnx_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch):

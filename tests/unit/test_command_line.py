@@ -209,6 +209,15 @@ def test_info_with_two_cupys(run, monkeypatch):
     assert "cupy-cuda12x and cupy-cuda13x exclude each other: keep one" in run("info")[1]
 
 
+@pytest.mark.parametrize("tail", ["file/cache", "a" * 300])
+def test_info_about_a_kernel_cache_that_cannot_be(run, monkeypatch, tmp_path, tail):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PAGEDATTN_CACHE_DIR", str(tmp_path / tail))
+    code, text, _ = run("info")
+    assert code == 0
+    assert ("kept in memory only: set PAGEDATTN_CACHE_DIR" in text) == tail.startswith("file")
+
+
 def test_info_about_the_kernel_cache(run, monkeypatch, tmp_path):
     assert f"{tmp_path / 'cache'} 0 kernels, 0.0 MiB" in run("info")[1]
     (tmp_path / "cache").mkdir()
