@@ -155,6 +155,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--checkpoint and --tokenizer go together")
     if options.requests < 1:
         parser.error(f"--requests: expected a count >= 1, got {options.requests}")
+    if options.block_size < 1:
+        parser.error(f"--block-size: expected a size >= 1, got {options.block_size}")
     for path in (options.checkpoint, options.tokenizer):
         if path and not path.is_file():
             parser.error(f"{path}: no such file")

@@ -559,6 +559,7 @@ def test_plain_display_writes_a_line_a_second(monkeypatch, capsys):
         (["--checkpoint", "model.bin"], "--checkpoint and --tokenizer go together"),
         (["--checkpoint", "model.bin", "--tokenizer", "tokens.bin"], "model.bin: no such file"),
         (["--requests", "0"], "--requests: expected a count >= 1, got 0"),
+        (["--block-size", "0"], "--block-size: expected a size >= 1, got 0"),
         (["--cache-dtype", "uint4"], "invalid choice: 'uint4'"),
     ],
 )
