@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from pagedattn import Float8View, PagedAttention, codec
-from pagedattn.backends import numpy_reference
+from pagedattn.backends import flash_prefill, latent_mla, numpy_reference
 from pagedattn.dtypes import BFLOAT16, BY_NAME, DType
 from pagedattn.graph import GraphedStep
 
@@ -45,6 +45,7 @@ class Workload:
     page: int = 16
     window: int = -1
     sink: bool = False
+    sm80: bool = False  # with the kernel of the sm_80 family on whatever GPU this is
     note: str = ""
 
     @property
@@ -128,7 +129,9 @@ WORKLOADS = {
         replace(P2, name="P5", cache="float8e4m3fn", quant="PER_TENSOR"),
         replace(P2, name="P6", cache="int8", quant="PER_TENSOR"),
         replace(P1, name="P7", sequences=batch(1, 0, 32768), window=1024),
-        replace(P1, name="P8", sequences=batch(2, 0, 2048) + batch(62, 8191)),
+        replace(P1, name="P8", sequences=batch(2, 0, 2048) + batch(62, 8191), note="P8p and P8d in one call"),
+        replace(P1, name="P8p", sequences=batch(2, 0, 2048)),
+        replace(P1, name="P8d", sequences=batch(62, 8191)),
         M1,
         M2,
         Workload("M3", batch(128, 4094, 2), 128, 1, 576, 512, page=64),
@@ -136,6 +139,7 @@ WORKLOADS = {
         replace(M2, name="M4c", cache="float8e4m3fn", quant="PER_CHANNEL"),
         replace(M1, name="M5", cache="float8e4m3fn", quant="PER_TENSOR"),
         Workload("M6", batch(1, 6144, 2048), 128, 1, 576, 512, page=64),
+        *(replace(w, name=f"{w.name}_sm80", sm80=True) for w in (P1, P2, replace(P1, name="P4", head_size=64), M1, M2)),
         replace(M1, name="M7", sequences=tuple((n - 1, 1) for n in heavy_tail(64, 64 * 4096, 7))),
     )
 }
@@ -363,6 +367,8 @@ class Gpu:
 
 def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool) -> dict[str, Any]:
     """Check and time one workload."""
+    for module in (flash_prefill, latent_mla):
+        module.FORCE_SM80 = workload.sm80
     prepared = Prepared(workload, backend)
     calls = [lambda t=table: prepared.call(t) for table in prepared.tables]
     error = prepared.check()
