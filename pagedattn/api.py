@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from pagedattn import contract, env
-from pagedattn.arrays import Adapter, adapter_of, dtype_named, import_foreign
-from pagedattn.backends.base import Plan
+from pagedattn.arrays import Adapter, Signature, adapter_of, dtype_named, identify
 from pagedattn.dispatch import Choice, select
+from pagedattn.dtypes import FLOAT32
 from pagedattn.errors import InvalidArgumentError, PagedAttentionError
+from pagedattn.jit.launch import Executor
 from pagedattn.problem import Problem, TensorInfo
 from pagedattn.runtime import Runtime, emulated, runtime_of
-from pagedattn.support import Row
 from pagedattn.validate import (
     DEFAULT_MAX_OUTPUT_QK_BYTES,
     check_device_values,
@@ -35,6 +37,8 @@ from pagedattn.workspace import Arena
 
 # Plans kept by one operator object: one per batch shape of a server, with room to spare.
 MAX_PLANS = 256
+# Sets of addresses whose launches are kept by one operator object, a few KiB each: several per layer of a model.
+MAX_ADDRESSES = 1024
 # Inputs whose values `checks` reads; small, unlike the rest.
 CHECKED = (
     "cumulative_sequence_length",
@@ -66,12 +70,39 @@ class PagedAttentionResult(NamedTuple):
     lse: Any = None
 
 
-class _Prepared(NamedTuple):
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class _Newest(OrderedDict[Key, Value]):
+    """A cache of the ``limit`` entries that were added last."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def keep(self, key: Key, value: Value) -> Value:
+        """Add an entry; returns its value."""
+        self[key] = value
+        if len(self) > self.limit:
+            self.popitem(last=False)
+        return value
+
+
+@dataclass(frozen=True, eq=False)  # one object a kind of call, so identity is equality and the hash is cheap
+class _Prepared:
+    """What calls of one kind share; ``infos`` has the addresses of the first one."""
+
     problem: Problem
     choice: Choice
-    plan: Plan
+    plan: Any  # a Plan; without an executor, a NumpyPlan
     runtime: Runtime
+    executor: Executor[Any] | None
+    infos: dict[str, TensorInfo]
     spans: dict[str, tuple[int, int]]
+
+
+_INPUTS = tuple(row.name for row in contract.INPUTS)
 
 
 def _rebuilt(kind: type[PagedAttention], arguments: dict[str, Any]) -> PagedAttention:
@@ -82,9 +113,9 @@ class PagedAttention:
     """The operator with its attributes bound: the fast path for a layer that is called again and again.
 
     Validation, the choice of a backend, the plan and compiled kernels are kept per kind of call (shapes, types,
-    bounds), and the workspace per stream and thread, so a repeated call costs little more than its launches. Objects
-    may be shared by the layers of a model and used from several streams and threads; a pickle or copy holds the
-    attributes and options alone.
+    bounds), launches per set of addresses, and the workspace per stream and thread, so a repeated call costs little
+    more than its launches. Objects may be shared by the layers of a model and used from several streams and threads; a
+    pickle or copy holds the attributes and options alone.
 
     Parameters
     ----------
@@ -124,7 +155,8 @@ class PagedAttention:
         self.return_lse = coerce_switch("return_lse", return_lse)
         self.qk_dtype = dtype_named(qk_dtype)
         self.backend, self.checks, self.max_output_qk_bytes = coerce_options(backend, checks, max_output_qk_bytes)
-        self._prepared: OrderedDict[Any, _Prepared] = OrderedDict()
+        self._prepared: _Newest[tuple[Any, ...], _Prepared] = _Newest(MAX_PLANS)
+        self._issues: _Newest[tuple[Any, ...], Callable[[], None]] = _Newest(MAX_ADDRESSES)
         self._arena = Arena()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,45 +209,65 @@ class PagedAttention:
             query_positions,
             attention_bias,
         )
-        arrays = {row.name: x for row, x in zip(contract.INPUTS, given, strict=True) if x is not None}
-        return self.execute(arrays, out)
+        return self.execute({name: x for name, x in zip(_INPUTS, given, strict=True) if x is not None}, out)
 
     def execute(self, arrays: dict[str, Any], out: Any = None) -> PagedAttentionResult:
         """Check the inputs that are present, by name, and run the call."""
-        own_caches = arrays.get("key_cache"), arrays.get("value_cache")
+        key_cache, value_cache = arrays.get("key_cache"), arrays.get("value_cache")
         if out is not None:
             arrays["output"] = out
-        infos, adapters = describe(arrays)
-        if "query" not in infos:
-            raise InvalidArgumentError("query: required input, got none.")
+        prepared, pointers = self._prepare(arrays)
         # All that follows happens on query's device, and on the stream that is current for query's library.
-        with runtime_of(infos["query"].device).active(), adapters["query"].stream(arrays["query"]):
-            results = self._execute(arrays, infos, adapters)
+        adapter, query = adapter_of("query", arrays["query"]), arrays["query"]
+        with prepared.runtime.active(adapter.stream(query)):
+            self._check_values(prepared, arrays)
+            if env.debug_info():
+                _print_debug_line(self.name, prepared.problem, prepared.choice)
+            results = self._new_results(prepared, arrays, adapter)
+            if not prepared.problem.token_count:
+                self._infos_at(prepared, pointers)
+            elif prepared.executor is None:
+                self._infos_at(prepared, pointers)
+                tensors = {name: adapter_of(name, x).to_numpy(x) for name, x in arrays.items()}
+                prepared.plan.run({**tensors, **{name: adapter.to_numpy(x) for name, x in results.items()}})
+            else:
+                self._launch(prepared, prepared.executor, pointers, adapter, query, results)
         output = results["output"] if out is None else out
-        return PagedAttentionResult(output, *own_caches, results.get("output_qk"), results.get("lse"))
+        return PagedAttentionResult(output, key_cache, value_cache, results.get("output_qk"), results.get("lse"))
 
-    def _execute(
-        self, arrays: dict[str, Any], infos: dict[str, TensorInfo], adapters: dict[str, Adapter]
-    ) -> dict[str, Any]:
-        """Results of a call by name."""
-        prepared = self._prepare(arrays, infos, adapters)
-        problem, choice, runtime = prepared.problem, prepared.choice, prepared.runtime
-        self._check_values(problem, arrays, infos, adapters, runtime)
-        if env.debug_info():
-            _print_debug_line(self.name, problem, choice)
-        make, like = adapters["query"].empty, arrays["query"]
-        output = arrays.get("output")
-        if output is None:
-            output = make((problem.token_count, problem.output_width), problem.io_dtype, like)
-        results: dict[str, Any] = {"output": output}
+    def _new_results(self, prepared: _Prepared, arrays: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
+        """Arrays by name for the results that are wanted and that the caller brought none for."""
+        problem, like, results = prepared.problem, arrays["query"], {}
+        if "output" not in arrays:
+            results["output"] = adapter.empty((problem.token_count, problem.output_width), problem.io_dtype, like)
         if problem.return_lse:
-            results["lse"] = make((problem.token_count, problem.num_heads), dtype_named("float32"), like)
+            results["lse"] = adapter.empty((problem.token_count, problem.num_heads), FLOAT32, like)
         if problem.qk_dtype is not None:
-            width = self._context_len(problem, arrays, adapters, runtime)
-            results["output_qk"] = make((problem.num_heads, problem.token_count, width), problem.qk_dtype, like)
-        if problem.token_count:
-            self._run(prepared, arrays, infos, adapters, results)
+            shape = problem.num_heads, problem.token_count, self._context_len(prepared, arrays)
+            results["output_qk"] = adapter.empty(shape, problem.qk_dtype, like)
         return results
+
+    def _launch(
+        self,
+        prepared: _Prepared,
+        executor: Executor[Any],
+        pointers: list[int],
+        adapter: Adapter,
+        query: Any,
+        results: dict[str, Any],
+    ) -> None:
+        """Run the kernels. Where all addresses are those of an earlier call, its launches are issued once more."""
+        plan, runtime = prepared.plan, prepared.runtime
+        stream, size = runtime.stream(), plan.workspace_bytes
+        own = adapter.scratch(size, query) if size else None
+        workspace = own[1] if own is not None else self._arena.reserve(runtime, stream, size)
+        signatures, places = identify(results)
+        key = (prepared, stream, workspace, *pointers, *places, *signatures)
+        issue = self._issues.get(key)
+        if issue is None:
+            infos = {**self._infos_at(prepared, pointers), **_infos(results, signatures, places)}
+            issue = self._issues.keep(key, executor.prepare(plan.launches(infos, workspace), stream))
+        issue()
 
     def explain(self, **inputs: Any) -> Choice:
         """Tell which backend would serve a call with these inputs, by name, and why each earlier one would not."""
@@ -230,26 +282,38 @@ class PagedAttention:
         unknown = sorted(set(arrays) - set(contract.INPUT_BY_NAME))
         if unknown:
             raise InvalidArgumentError(f"{unknown[0]}: expected an input among {', '.join(contract.INPUT_BY_NAME)}.")
-        infos, adapters = describe(arrays)
-        return self._prepare(arrays, infos, adapters)
+        prepared, pointers = self._prepare(arrays)
+        self._infos_at(prepared, pointers)
+        return prepared
 
-    def _prepare(self, arrays: dict[str, Any], infos: dict[str, TensorInfo], adapters: dict[str, Adapter]) -> _Prepared:
-        """Problem, backend and plan of a call; from the second call of a kind on this is one look-up."""
-        metadata = None
-        bounds = infos.get("attention_metadata")
-        if bounds is not None and bounds.device == "cpu" and bounds.dtype.kind == "i" and bounds.shape in ((2,), (3,)):
-            metadata = tuple(adapters["attention_metadata"].to_numpy(arrays["attention_metadata"]).tolist())
+    def _prepare(self, arrays: dict[str, Any]) -> tuple[_Prepared, list[int]]:
+        """Problem, backend and plan of a call, and its addresses; from the second call of a kind on, one look-up."""
+        signatures, pointers = identify(arrays)
+        metadata, bounds = None, arrays.get("attention_metadata")
+        if bounds is not None:
+            index = list(arrays).index("attention_metadata")
+            pointers[index] = 0  # it is read here, so it may be a new array at every call
+            metadata = _values_of_metadata(bounds, signatures[index])
         backend = self.backend or env.backend()
-        kind = (
-            backend,
-            metadata,
-            *(
-                (name, info.shape, info.dtype, info.device, info.strides, info.writeable)
-                for name, info in infos.items()
-            ),
-        )
+        kind = (backend, emulated(), metadata, *arrays, *signatures)
         prepared = self._prepared.get(kind)
         if prepared is None:
+            prepared = self._prepared.keep(
+                kind, self._first_of_kind(_infos(arrays, signatures, pointers), metadata, backend, arrays)
+            )
+        return prepared, pointers
+
+    def _first_of_kind(
+        self,
+        infos: dict[str, TensorInfo],
+        metadata: tuple[int, ...] | None,
+        backend: str | None,
+        arrays: dict[str, Any],
+    ) -> _Prepared:
+        if "query" not in infos:
+            raise InvalidArgumentError("query: required input, got none.")
+        runtime, query = runtime_of(infos["query"].device), arrays["query"]
+        with runtime.active(adapter_of("query", query).stream(query)):
             problem = validate(
                 infos,
                 self.attributes,
@@ -259,107 +323,82 @@ class PagedAttention:
                 max_output_qk_bytes=self.max_output_qk_bytes,
                 contiguous=self.contiguous,
             )
-            runtime = runtime_of(problem.device)
             if runtime.is_capturing():
                 raise PagedAttentionError(
                     "graph capture: a call of this kind was not run before the capture began, so its kernels may not "
                     "be loaded; run the same call once on this stream first."
                 )
             choice = select(problem, runtime.arch, backend)
-            plan = _planner(choice.row)(problem, runtime.executor)
-            prepared = self._prepared[kind] = _Prepared(problem, choice, plan, runtime, spans(infos))
-            if len(self._prepared) > MAX_PLANS:
-                self._prepared.popitem(last=False)
-        # The rules about addresses, which are no part of a kind.
+            plan = import_module(choice.row.module).plan(problem, runtime.executor)
+        executor = runtime.executor if choice.row.min_arch else None
+        return _Prepared(problem, choice, plan, runtime, executor, infos, spans(infos))
+
+    def _infos_at(self, prepared: _Prepared, pointers: list[int]) -> dict[str, TensorInfo]:
+        """Descriptions of the arrays at these addresses, which are no part of a kind and have rules of their own."""
+        infos = {
+            name: info._replace(pointer=pointer)
+            for (name, info), pointer in zip(prepared.infos.items(), pointers, strict=True)
+        }
         if any(map(is_misaligned, infos.values())):
             validate(infos, self.attributes, contiguous=self.contiguous)
         message = shared_memory(infos, prepared.spans)
         if message is not None:
             raise InvalidArgumentError(message)
-        return prepared
+        return infos
 
-    def _check_values(
-        self,
-        problem: Problem,
-        arrays: dict[str, Any],
-        infos: dict[str, TensorInfo],
-        adapters: dict[str, Adapter],
-        runtime: Runtime,
-    ) -> None:
-        on_host = problem.device in ("cpu", "emulated")
+    def _check_values(self, prepared: _Prepared, arrays: dict[str, Any]) -> None:
+        on_host = prepared.problem.device in ("cpu", "emulated")
         wanted = env.checks() if self.checks is None else self.checks
         if not wanted and not on_host:
             return
-        if wanted and runtime.is_capturing():
+        if wanted and prepared.runtime.is_capturing():
             raise PagedAttentionError("checks: expected them off during graph capture, because they read the device.")
-        values = {name: adapters[name].to_numpy(arrays[name]) for name in CHECKED if name in arrays}
+        values = {name: adapter_of(name, arrays[name]).to_numpy(arrays[name]) for name in CHECKED if name in arrays}
         if wanted:
-            check_device_values(problem, values)
+            check_device_values(prepared.problem, values)
         else:
             check_host_values(values)
 
-    def _context_len(
-        self, problem: Problem, arrays: dict[str, Any], adapters: dict[str, Adapter], runtime: Runtime
-    ) -> int:
+    def _context_len(self, prepared: _Prepared, arrays: dict[str, Any]) -> int:
         """Columns of output_qk: the bound of the metadata, else the batch's longest context, read from the device."""
+        problem = prepared.problem
         if problem.max_kv_len_bound:
             return problem.max_kv_len_bound
-        if runtime.is_capturing():
+        if prepared.runtime.is_capturing():
             raise PagedAttentionError(
                 "output_qk: expected attention_metadata with max_kv_len_bound during graph "
                 "capture, because the size of output_qk would have to be read from the device."
             )
         cu, past = (
-            adapters[name].to_numpy(arrays[name]).astype(np.int64)
+            adapter_of(name, arrays[name]).to_numpy(arrays[name]).astype(np.int64)
             for name in ("cumulative_sequence_length", "past_seqlens")
         )
         longest = int(np.clip(past + np.diff(cu), 0, problem.capacity).max(initial=0))
         check_output_qk_size(problem, longest, self.max_output_qk_bytes)
         return longest
 
-    def _run(
-        self,
-        prepared: _Prepared,
-        arrays: dict[str, Any],
-        infos: dict[str, TensorInfo],
-        adapters: dict[str, Adapter],
-        results: dict[str, Any],
-    ) -> None:
-        _, choice, plan, runtime, _ = prepared
-        if choice.row.min_arch == 0:
-            tensors = {name: adapters[name].to_numpy(x) for name, x in arrays.items()}
-            tensors.update((name, adapters["query"].to_numpy(x)) for name, x in results.items() if name != "output")
-            tensors["output"] = adapters.get("output", adapters["query"]).to_numpy(results["output"])
-            plan.run(tensors, None)
-            return
-        size = plan.workspace_bytes
-        own = adapters["query"].scratch(size, arrays["query"]) if size else None
-        workspace = own[1] if own is not None else self._arena.reserve(runtime, size)
-        described, _ = describe(results)
-        plan.run({**infos, **described}, workspace)
-
 
 def describe(arrays: dict[str, Any]) -> tuple[dict[str, TensorInfo], dict[str, Adapter]]:
     """Descriptions and adapters of arrays by name; a foreign array is replaced by a view of a library that is known."""
+    infos = _infos(arrays, *identify(arrays))
+    return infos, {name: adapter_of(name, x) for name, x in arrays.items()}
+
+
+def _infos(names: Iterable[str], signatures: list[Signature], pointers: list[int]) -> dict[str, TensorInfo]:
+    """Descriptions of arrays that `identify` has seen."""
     infos: dict[str, TensorInfo] = {}
-    adapters: dict[str, Adapter] = {}
-    for name, x in arrays.items():
-        foreign = import_foreign(name, x)
-        if foreign is not x:
-            arrays[name] = x = foreign
-        adapters[name] = adapter_of(name, x)
-        infos[name] = adapters[name].describe(x)
-    if emulated():
-        infos = {
-            name: info._replace(device="emulated") if name != "attention_metadata" else info
-            for name, info in infos.items()
-        }
-    return infos, adapters
+    for name, signature, pointer in zip(names, signatures, pointers, strict=True):
+        info: TensorInfo = signature[0].info(signature, pointer)
+        infos[name] = info._replace(device="emulated") if emulated() and name != "attention_metadata" else info
+    return infos
 
 
-@cache
-def _planner(row: Row) -> Any:
-    return import_module(row.module).plan
+def _values_of_metadata(bounds: Any, signature: Signature) -> tuple[int, ...] | None:
+    """Values of attention_metadata, if it is what it should be; `validate` says what it should."""
+    info: TensorInfo = signature[0].info(signature, 0)
+    if info.device != "cpu" or info.dtype.kind != "i" or info.shape not in ((2,), (3,)):
+        return None
+    return tuple(adapter_of("attention_metadata", bounds).to_numpy(bounds).tolist())
 
 
 def _print_debug_line(operator: str, problem: Problem, choice: Choice) -> None:

@@ -2,12 +2,15 @@
 
 An adapter knows one kind of array: it describes it (`TensorInfo`), makes new ones like it, and gives the NumPy backend
 a view of it. The CUDA backends need no array library, only the pointers and strides of the description.
+
+A description is made in two steps. `Adapter.identify` only collects what the library has at hand, and `Adapter.info`
+makes a `TensorInfo` of that and of nothing else; so arrays with equal signatures differ in their addresses alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -19,16 +22,21 @@ from pagedattn.jit import cuda
 from pagedattn.problem import TensorInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+# What tells arrays apart but for their addresses: adapter, shape, type, strides and device, as the library has them.
+Signature = tuple[Any, ...]
 
 
 class Adapter(Protocol):
     """One kind of array."""
 
+    def identify(self, x: Any) -> tuple[Signature, int]:
+        """Signature of an array, which starts with this adapter, and its address; done at every call, so quick."""
+
+    def info(self, signature: Signature, pointer: int) -> TensorInfo:
+        """Shape, type, place and address of an array with this signature."""
+
     def describe(self, x: Any) -> TensorInfo:
-        """Shape, type, place and address of an array."""
+        """Both in one."""
 
     def to_numpy(self, x: Any) -> Array:
         """View of an array in host memory."""
@@ -36,36 +44,43 @@ class Adapter(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: DType, like: Any) -> Any:
         """A new array on the device of ``like``."""
 
-    def stream(self, x: Any) -> AbstractContextManager[Any]:
-        """Make the library's current stream of the array's device CuPy's, for the time of a call."""
+    def stream(self, x: Any) -> int | None:
+        """Handle of the library's current stream of the array's device; None: it is CuPy's, or there is none."""
 
     def scratch(self, size: int, like: Any) -> tuple[Any, int] | None:
         """Memory for one call from the library's own allocator, and its address; None: take this package's arena."""
 
 
-class CurrentStream:
-    """Libraries whose current stream is CuPy's, or that have none."""
+class _Described:
+    """`describe` of every adapter."""
 
-    def stream(self, x: Any) -> AbstractContextManager[Any]:
-        return _NOTHING
+    def describe(self: Adapter, x: Any) -> TensorInfo:
+        return self.info(*self.identify(x))
+
+
+class _CupyLike(_Described):
+    """Libraries that count strides in bytes, and whose current stream is CuPy's or that have none."""
+
+    def info(self, signature: Signature, pointer: int) -> TensorInfo:
+        _, shape, dtype, strides, device, writeable = signature
+        size = dtype.itemsize or 1
+        elements = tuple([stride // size for stride in strides])
+        exact = all(stride % size == 0 for stride in strides)
+        name = "cpu" if device is None else f"cuda:{device}"
+        return TensorInfo(shape, dtype, name, elements, pointer, writeable, exact)
+
+    def stream(self, x: Any) -> int | None:
+        return None
 
     def scratch(self, size: int, like: Any) -> tuple[Any, int] | None:
         return None
 
 
-def _elements(x: Any, pointer: int, writeable: bool) -> tuple[tuple[int, ...], int, bool, bool]:
-    """The last fields of a TensorInfo, for an array whose strides are in bytes."""
-    size, strides = x.dtype.itemsize or 1, x.strides
-    whole = tuple([stride // size for stride in strides])
-    exact = tuple([stride * size for stride in whole]) == strides
-    return whole, pointer, writeable, exact
-
-
-class NumpyAdapter(CurrentStream):
+class NumpyAdapter(_CupyLike):
     """numpy.ndarray; bfloat16 and float8 through ml_dtypes."""
 
-    def describe(self, x: Array) -> TensorInfo:
-        return TensorInfo(x.shape, x.dtype, "cpu", *_elements(x, x.ctypes.data, x.flags.writeable))
+    def identify(self, x: Array) -> tuple[Signature, int]:
+        return (self, x.shape, x.dtype, x.strides, None, x.flags.writeable), x.ctypes.data
 
     def to_numpy(self, x: Array) -> Array:
         return x if type(x) is np.ndarray else x.view(np.ndarray)  # a subclass may index in a way of its own
@@ -98,11 +113,17 @@ class Float8View:
         return f"Float8View({self.array!r})"
 
 
-class Float8Adapter:
+class Float8Adapter(_Described):
     """`Float8View`: everything of the array inside, but for the type."""
 
-    def describe(self, x: Float8View) -> TensorInfo:
-        return adapter_of("array", x.array).describe(x.array)._replace(dtype=FLOAT8E4M3FN.numpy)
+    def identify(self, x: Float8View) -> tuple[Signature, int]:
+        signature, pointer = adapter_of("array", x.array).identify(x.array)
+        return (self, signature), pointer
+
+    def info(self, signature: Signature, pointer: int) -> TensorInfo:
+        inner = signature[1]
+        info: TensorInfo = inner[0].info(inner, pointer)
+        return info._replace(dtype=FLOAT8E4M3FN.numpy)
 
     def to_numpy(self, x: Float8View) -> Array:
         return adapter_of("array", x.array).to_numpy(x.array).view(FLOAT8E4M3FN.numpy)
@@ -110,18 +131,19 @@ class Float8Adapter:
     def empty(self, shape: tuple[int, ...], dtype: DType, like: Float8View) -> Any:
         return adapter_of("array", like.array).empty(shape, dtype, like.array)
 
-    def stream(self, x: Float8View) -> AbstractContextManager[Any]:
+    def stream(self, x: Float8View) -> int | None:
         return adapter_of("array", x.array).stream(x.array)
 
     def scratch(self, size: int, like: Float8View) -> tuple[Any, int] | None:
         return adapter_of("array", like.array).scratch(size, like.array)
 
 
-class CupyAdapter(CurrentStream):
+class CupyAdapter(_CupyLike):
     """cupy.ndarray."""
 
-    def describe(self, x: Any) -> TensorInfo:
-        return TensorInfo(x.shape, x.dtype, f"cuda:{x.device.id}", *_elements(x, x.data.ptr, writeable=True))
+    def identify(self, x: Any) -> tuple[Signature, int]:
+        data = x.data
+        return (self, x.shape, x.dtype, x.strides, data.device_id, True), data.ptr
 
     def to_numpy(self, x: Any) -> Array:
         return x.get()  # type: ignore[no-any-return]
@@ -131,7 +153,7 @@ class CupyAdapter(CurrentStream):
             return cuda.cupy().empty(shape, dtype.numpy)
 
 
-class TorchAdapter:
+class TorchAdapter(_Described):
     """torch.Tensor on the CPU or a CUDA device; torch is never imported, only met."""
 
     NUMPY_TYPES = {  # noqa: RUF012  a constant table
@@ -147,14 +169,21 @@ class TorchAdapter:
     }
     TORCH_NAMES = {"float16": "float16", "float32": "float32", "bfloat16": "bfloat16"}  # noqa: RUF012
 
-    def describe(self, x: Any) -> TensorInfo:
-        dtype = self.NUMPY_TYPES.get(str(x.dtype))
+    def identify(self, x: Any) -> tuple[Signature, int]:
+        device = x.get_device() if x.is_cuda else x.device  # a number is quicker to compare
+        return (self, x.shape, x.dtype, x.stride(), device), x.data_ptr()
+
+    def info(self, signature: Signature, pointer: int) -> TensorInfo:
+        _, shape, torch_dtype, strides, device = signature
+        dtype = self.NUMPY_TYPES.get(str(torch_dtype))
         if dtype is None:
-            raise InvalidArgumentError(f"torch tensor: expected one of {', '.join(self.NUMPY_TYPES)}, got {x.dtype}.")
-        if x.device.type not in ("cpu", "cuda"):
-            raise InvalidArgumentError(f"torch tensor: expected one on cpu or cuda, got one on {x.device}.")
-        device = "cpu" if x.device.type == "cpu" else f"cuda:{x.device.index}"
-        return TensorInfo(tuple(x.shape), dtype, device, tuple(x.stride()), x.data_ptr(), True)
+            raise InvalidArgumentError(
+                f"torch tensor: expected one of {', '.join(self.NUMPY_TYPES)}, got {torch_dtype}."
+            )
+        if not isinstance(device, int) and device.type != "cpu":
+            raise InvalidArgumentError(f"torch tensor: expected one on cpu or cuda, got one on {device}.")
+        name = f"cuda:{device}" if isinstance(device, int) else "cpu"
+        return TensorInfo(tuple(shape), dtype, name, tuple(strides), pointer, True)
 
     def to_numpy(self, x: Any) -> Array:
         import torch
@@ -173,15 +202,8 @@ class TorchAdapter:
 
         return torch.empty(shape, dtype=getattr(torch, self.TORCH_NAMES[dtype.name]), device=like.device)
 
-    def stream(self, x: Any) -> AbstractContextManager[Any]:
-        if x.device.type == "cpu":
-            return _NOTHING
-        import torch
-
-        stream: AbstractContextManager[Any] = cuda.cupy().cuda.ExternalStream(
-            torch.cuda.current_stream(x.device).cuda_stream, x.device.index
-        )
-        return stream
+    def stream(self, x: Any) -> int | None:
+        return _torch_stream()(x.get_device()) if x.is_cuda else None
 
     def scratch(self, size: int, like: Any) -> tuple[Any, int] | None:
         # torch captures a graph on a stream of its own and keeps what is allocated meanwhile for that graph alone.
@@ -189,6 +211,16 @@ class TorchAdapter:
 
         buffer = torch.empty(size, dtype=torch.uint8, device=like.device)
         return buffer, buffer.data_ptr()
+
+
+@cache
+def _torch_stream() -> Callable[[int], int]:
+    """Handle of torch's current stream of a device."""
+    import torch
+
+    # What torch's own compiler calls before each launch; the public way makes an object of a stream.
+    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
 
 NUMPY = NumpyAdapter()
@@ -217,7 +249,7 @@ def adapter_of(name: str, x: Any) -> Adapter:
                 break
             make = _BY_MODULE.get((base.__module__.partition(".")[0], base.__name__))
             if make is not None:
-                adapter = make()
+                adapter = _ADAPTERS[base] = make()
                 break
         else:
             raise InvalidArgumentError(
@@ -226,6 +258,23 @@ def adapter_of(name: str, x: Any) -> Adapter:
             )
         _ADAPTERS[type(x)] = adapter
     return adapter
+
+
+def identify(arrays: dict[str, Any]) -> tuple[list[Signature], list[int]]:
+    """Signatures and addresses of arrays by name, in order.
+
+    A foreign array is replaced by a view of a library that is known.
+    """
+    signatures, pointers = [], []
+    for name, x in arrays.items():
+        adapter = _ADAPTERS.get(type(x))
+        if adapter is None:
+            arrays[name] = x = import_foreign(name, x)
+            adapter = adapter_of(name, x)
+        signature, pointer = adapter.identify(x)
+        signatures.append(signature)
+        pointers.append(pointer)
+    return signatures, pointers
 
 
 def import_foreign(name: str, x: Any) -> Any:

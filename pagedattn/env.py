@@ -7,11 +7,26 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from pagedattn.errors import InvalidArgumentError
 
 _FALSE = ("", "0", "false", "off", "no")
 _TRUE = ("1", "true", "on", "yes")
+
+
+def _value(name: str) -> str:
+    """``os.environ.get(name, "")``, but for the two errors that it raises and catches where a variable is not set."""
+    stored = getattr(os.environ, "_data", None)
+    if stored is not None and _encoded(name) not in stored:
+        return ""
+    return os.environ.get(name, "")
+
+
+@cache
+def _encoded(name: str) -> Any:
+    return os.environ.encodekey(name)
 
 
 @dataclass(frozen=True)
@@ -23,11 +38,11 @@ class Variable:
 
     def text(self) -> str | None:
         """Value with surrounding blanks removed, or None when unset or empty."""
-        return os.environ.get(self.name, "").strip() or None
+        return _value(self.name).strip() or None
 
     def flag(self) -> bool:
         """Value as a switch: ``1 true on yes`` or ``0 false off no``, in any case; off when unset."""
-        value = os.environ.get(self.name, "").strip().lower()
+        value = _value(self.name).strip().lower()
         if value in _FALSE:
             return False
         if value in _TRUE:

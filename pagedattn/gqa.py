@@ -316,7 +316,7 @@ def group_query_attention(
     options = dict(zip(names, coerce_options(backend, checks, max_output_qk_bytes), strict=True))
     call = _Call(arrays, attributes, total, options)
     runtime = runtime_of(call.infos["query"].device)
-    with runtime.active(), call.adapters["query"].stream(call.arrays["query"]):
+    with runtime.active(call.adapters["query"].stream(call.arrays["query"])):
         if runtime.is_capturing():
             raise PagedAttentionError(
                 "graph capture: group_query_attention allocates the arrays of its packed form, which a graph would not "

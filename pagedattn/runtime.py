@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ class Runtime(Protocol):
     def executor(self) -> Executor[Any] | None: ...
 
     def stream(self) -> int:
-        """Identity of the stream that work is issued to."""
+        """Handle of the stream that work is issued to."""
 
     def is_capturing(self) -> bool:
         """Whether that stream records a graph, so that nothing may be allocated, read back or compiled."""
@@ -41,8 +42,8 @@ class Runtime(Protocol):
     def address(self, buffer: Any) -> int:
         """Address of what `allocate` returned."""
 
-    def active(self) -> AbstractContextManager[Any]:
-        """Make the device current; the one before is restored at exit."""
+    def active(self, stream: int | None = None) -> AbstractContextManager[Any]:
+        """Make the device current, and on it a stream, by its handle; those before are restored at exit."""
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -66,7 +67,7 @@ class HostRuntime:
     def address(self, buffer: Any) -> int:
         return 0
 
-    def active(self) -> AbstractContextManager[Any]:
+    def active(self, stream: int | None = None) -> AbstractContextManager[Any]:
         return _NOTHING
 
 
@@ -95,11 +96,15 @@ class CudaRuntime:
     def address(self, buffer: Any) -> int:
         return int(buffer.ptr)
 
-    def active(self) -> AbstractContextManager[Any]:
-        if self._current_device() == self._id:
+    def active(self, stream: int | None = None) -> AbstractContextManager[Any]:
+        if self._current_device() == self._id and (stream is None or stream == self._current_stream().ptr):
             return _NOTHING
-        device: AbstractContextManager[Any] = self._device
-        return device
+        return self._made_current(stream)
+
+    @contextmanager
+    def _made_current(self, stream: int | None) -> Iterator[None]:
+        with self._device, _NOTHING if stream is None else self._cupy.cuda.ExternalStream(stream, self._id):
+            yield
 
 
 HOST = HostRuntime()
@@ -129,10 +134,10 @@ def use_emulator(runtime: Runtime | None) -> Runtime | None:
     return before
 
 
-def emulated() -> bool:
-    """Whether `use_emulator` is in force, be it through PAGEDATTN_EMULATE."""
+def emulated() -> Runtime | None:
+    """The runtime of `use_emulator` that is in force, be it through PAGEDATTN_EMULATE."""
     _emulator_of_environment()
-    return _emulator is not None
+    return _emulator
 
 
 @cache

@@ -11,6 +11,7 @@ from pagedattn.dispatch import select
 from pagedattn.jit.compiler import MAX_SHARED_BYTES, arch_of, default_compiler
 from pagedattn.jit.cuda import nvrtc
 from pagedattn.jit.kernel import Kernel
+from pagedattn.jit.launch import Launch
 from pagedattn.jit.spec import Spec
 from pagedattn.problem import Problem
 
@@ -29,7 +30,7 @@ class _Recorder:
     def load(self, kernel: Kernel[Any], spec: Spec) -> None:
         self.loaded.append((kernel, spec))
 
-    def launch(self, function: None, grid: tuple[int, int, int], block: int, shared_bytes: int, params: bytes) -> None:
+    def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
         raise AssertionError("planning launches nothing")
 
 

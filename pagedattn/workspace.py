@@ -18,11 +18,11 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[int, int, int], tuple[Any, int]] = {}
+        self._buffers: dict[tuple[int, int, int], tuple[Any, int, int]] = {}  # with size and address
         self._outgrown: list[Any] = []
 
-    def reserve(self, runtime: Runtime, size: int) -> int:
-        """Address of at least ``size`` bytes for this thread and the current stream of ``runtime``; 0 for none.
+    def reserve(self, runtime: Runtime, stream: int, size: int) -> int:
+        """Address of ``size`` bytes or more for this thread and ``stream``, the current one of ``runtime``; 0 for none.
 
         Raises
         ------
@@ -31,8 +31,8 @@ class Arena:
         """
         if size == 0:
             return 0
-        key = (id(runtime), runtime.stream(), threading.get_ident())
-        buffer, have = self._buffers.get(key, (None, 0))
+        key = (id(runtime), stream, threading.get_ident())
+        buffer, have, address = self._buffers.get(key, (None, 0, 0))
         if have < size:
             if runtime.is_capturing():
                 raise PagedAttentionError(
@@ -42,5 +42,6 @@ class Arena:
             if buffer is not None:
                 self._outgrown.append(buffer)
             buffer = runtime.allocate(size)
-            self._buffers[key] = (buffer, size)
-        return runtime.address(buffer)
+            address = runtime.address(buffer)
+            self._buffers[key] = (buffer, size, address)
+        return address

@@ -1,24 +1,33 @@
-"""What a backend is: a module with ``plan(problem, executor)``, and what that returns."""
+"""What a backend is: a module with ``plan(problem, executor)``, and what that returns.
+
+A plan of a CUDA backend is a `Plan`. That of the NumPy backend, which has nothing to launch, has ``run(tensors)``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
+
+from pagedattn.jit.launch import Launch
+from pagedattn.problem import TensorInfo
 
 
 class Plan(Protocol):
-    """Everything that can be decided before the arrays are known; made once per problem, run many times."""
+    """Everything that can be decided before the arrays are known; made once per problem, used many times."""
 
     @property
     def workspace_bytes(self) -> int:
-        """Scratch memory that `run` needs."""
+        """Scratch memory that the launches need."""
 
-    def run(self, tensors: Mapping[str, Any], workspace: Any) -> None:
-        """Store the new keys and values, attend, and fill every requested output.
+    def launches(self, tensors: Mapping[str, TensorInfo], workspace: int) -> list[Launch]:
+        """Launches, in order, that store the new keys and values, attend, and fill every requested output.
+
+        They depend on nothing but the arguments, so they may be issued for as long as the arrays stay where they are.
 
         Parameters
         ----------
-        tensors : mapping of name to the backend's kind of array
+        tensors : mapping of name to TensorInfo
             Present inputs, ``output``, and ``output_qk`` and ``lse`` where requested; all of them are written whole.
-        workspace : buffer of at least `workspace_bytes`
+        workspace : int
+            Address of at least `workspace_bytes`.
         """

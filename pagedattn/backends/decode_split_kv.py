@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.prologue import Prologue, aligned
 from pagedattn.backends.splits import SplitPlan
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import decode_split_kv as kernel
 from pagedattn.problem import Problem
 
@@ -25,7 +25,6 @@ class DecodePlan:
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
-        self.executor = executor
         # Tokens of a sequence that read the same keys share tiles as soon as a sequence may have several.
         tokens = max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
         shares_tokens = p.token_count > p.batch_size and tokens > 1
@@ -56,12 +55,12 @@ class DecodePlan:
         self._partials_at = aligned(self._finished_at + 4 * row_tiles * self.head_tiles * self.merges)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
 
-    def run(self, tensors: Tensors, workspace: int) -> None:
-        """Do the call; see `pagedattn.backends.base.Plan`."""
+    def launches(self, tensors: Tensors, workspace: int) -> list[Launch]:
+        """Launches of a call; see `pagedattn.backends.base.Plan`."""
         p = self.problem
         shared = Shared(p, tensors)
         finished = workspace + self._finished_at if self.merges else None
-        query = self.prologue.run(tensors, shared, workspace, finished)
+        query = self.prologue.query(tensors, workspace)
         partials = self.splits.partials(workspace + self._partials_at)
         packed = kernel.PARAMS.pack(
             query=query.pointer,
@@ -78,8 +77,7 @@ class DecodePlan:
             row_chunks=kernel.row_chunks(self.spec, p.group_size),
             head_tiles=self.head_tiles,
         )
-        kernel.launch(
-            self.executor,
+        attention = kernel.launch(
             self.function,
             self.spec,
             p.token_count,
@@ -89,5 +87,5 @@ class DecodePlan:
             p.group_size,
             packed,
         )
-        if not self.merges:
-            self.splits.combine(shared, partials)
+        merge = [] if self.merges else self.splits.combine(shared, partials)
+        return [self.prologue.launch(tensors, shared, workspace, finished), attention, *merge]

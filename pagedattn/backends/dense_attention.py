@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagedattn.backends import arguments
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.prologue import Prologue
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import dense_attention as kernel
 from pagedattn.problem import Problem
 
@@ -20,7 +20,6 @@ class DensePlan:
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
-        self.executor = executor
         self.prologue = Prologue(p, executor)
         self.spec = kernel.choose(
             p.io_dtype, p.cache_dtype, p.head_size, p.v_head_size, p.is_latent, p.qk_dtype, executor.max_shared_bytes
@@ -28,11 +27,11 @@ class DensePlan:
         self.function = executor.load(kernel.KERNEL, self.spec)
         self.workspace_bytes = self.prologue.workspace_bytes
 
-    def run(self, tensors: Tensors, workspace: int) -> None:
-        """Do the call; see `pagedattn.backends.base.Plan`."""
+    def launches(self, tensors: Tensors, workspace: int) -> list[Launch]:
+        """Launches of a call; see `pagedattn.backends.base.Plan`."""
         p = self.problem
         shared = Shared(p, tensors)
-        query = self.prologue.run(tensors, shared, workspace)
+        query = self.prologue.query(tensors, workspace)
         packed = kernel.PARAMS.pack(
             query=query.pointer,
             query_stride=query.stride,
@@ -47,8 +46,7 @@ class DensePlan:
             qk_output=p.qk_output,
             group_size=p.group_size,
         )
-        kernel.launch(
-            self.executor,
+        attention = kernel.launch(
             self.function,
             self.spec,
             p.token_count,
@@ -57,3 +55,4 @@ class DensePlan:
             p.group_size,
             packed,
         )
+        return [self.prologue.launch(tensors, shared, workspace), attention]

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.prologue import Prologue, Rows
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import flash_prefill_sm80, flash_prefill_sm90
 from pagedattn.problem import Problem
 
@@ -44,17 +44,18 @@ class FlashPlan:
     def _load_sm80(self) -> None:
         self.function = self.executor.load(flash_prefill_sm80.KERNEL, self.spec)
 
-    def run(self, tensors: Tensors, workspace: int) -> None:
-        """Do the call; see `pagedattn.backends.base.Plan`."""
+    def launches(self, tensors: Tensors, workspace: int) -> list[Launch]:
+        """Launches of a call; see `pagedattn.backends.base.Plan`."""
         shared = Shared(self.problem, tensors)
-        query = self.prologue.run(tensors, shared, workspace)
+        query = self.prologue.query(tensors, workspace)
         caches = tensors["key_cache"], tensors["value_cache"]
         if self.hopper is not None and self.hopper.why_not(query, *caches) is None:
-            self.hopper.launch(query, *caches, shared.sequences, shared.blocks, shared.rules, shared.out)
+            attention = self.hopper.launch(query, *caches, shared.sequences, shared.blocks, shared.rules, shared.out)
         else:
-            self._run_sm80(query, shared)
+            attention = self._launch_sm80(query, shared)
+        return [self.prologue.launch(tensors, shared, workspace), attention]
 
-    def _run_sm80(self, query: Rows, shared: Shared) -> None:
+    def _launch_sm80(self, query: Rows, shared: Shared) -> Launch:
         p = self.problem
         if self.function is None:
             self._load_sm80()
@@ -69,8 +70,7 @@ class FlashPlan:
             out=shared.out,
             group_size=p.group_size,
         )
-        flash_prefill_sm80.launch(
-            self.executor,
+        return flash_prefill_sm80.launch(
             self.function,
             self.spec,
             p.token_count,

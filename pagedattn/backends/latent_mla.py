@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.prologue import Prologue, aligned
 from pagedattn.backends.splits import SplitPlan
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import latent_decode as kernel
 from pagedattn.problem import Problem
 
@@ -23,7 +23,6 @@ class LatentPlan:
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
-        self.executor = executor
         self.prologue = Prologue(p, executor)
         rows = p.num_heads * max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
         self.spec = kernel.choose(
@@ -38,11 +37,11 @@ class LatentPlan:
         self._partials_at = aligned(self.prologue.workspace_bytes)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
 
-    def run(self, tensors: Tensors, workspace: int) -> None:
-        """Do the call; see `pagedattn.backends.base.Plan`."""
+    def launches(self, tensors: Tensors, workspace: int) -> list[Launch]:
+        """Launches of a call; see `pagedattn.backends.base.Plan`."""
         p = self.problem
         shared = Shared(p, tensors)
-        query = self.prologue.run(tensors, shared, workspace)
+        query = self.prologue.query(tensors, workspace)
         partials = self.splits.partials(workspace + self._partials_at)
         packed = kernel.PARAMS.pack(
             query=query.pointer,
@@ -54,8 +53,7 @@ class LatentPlan:
             out=shared.out,
             partials=partials,
         )
-        kernel.launch(
-            self.executor,
+        attention = kernel.launch(
             self.function,
             self.spec,
             p.token_count,
@@ -64,4 +62,4 @@ class LatentPlan:
             self.splits.count,
             packed,
         )
-        self.splits.combine(shared, partials)
+        return [self.prologue.launch(tensors, shared, workspace), attention, *self.splits.combine(shared, partials)]

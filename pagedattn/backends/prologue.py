@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pagedattn.backends import arguments
 from pagedattn.backends.arguments import Shared, Tensors
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import write_cache
 from pagedattn.problem import Problem
 
@@ -35,7 +35,6 @@ class Prologue:
     def __init__(self, problem: Problem, executor: Executor[Function], zero_count: int = 0) -> None:
         p = self.problem = problem
         self.zero_count = zero_count
-        self.executor = executor
         self.spec = write_cache.WriteCacheSpec(io=p.io_dtype, cache=p.cache_dtype, head_size=p.head_size)
         self.function = executor.load(write_cache.KERNEL, self.spec)
         self.rewrites_query = p.do_rotary or p.has_qk_norm
@@ -43,11 +42,15 @@ class Prologue:
         rows = p.num_heads * self.rewrites_query + p.kv_num_heads * (1 if p.is_latent else 2)
         self.row_chunks = write_cache.row_chunks(self.spec, p.token_count, rows) if p.token_count else 1
 
-    def run(self, tensors: Tensors, shared: Shared, workspace: int, zeros: int | None = None) -> Rows:
-        """Launch it; returns the query rows that attention shall read.
+    def query(self, tensors: Tensors, workspace: int) -> Rows:
+        """The query rows that attention shall read."""
+        if self.rewrites_query:
+            return Rows(workspace, self.problem.num_heads * self.problem.head_size)
+        query = tensors["query"]
+        return Rows(query.pointer, query.strides[0])
 
-        ``zeros`` is the address of ``zero_count`` int32 that are set to 0 on the way.
-        """
+    def launch(self, tensors: Tensors, shared: Shared, workspace: int, zeros: int | None = None) -> Launch:
+        """Its launch; ``zeros`` is the address of ``zero_count`` int32 that are set to 0 on the way."""
         p = self.problem
         query = tensors["query"]
         if p.is_packed:
@@ -85,7 +88,4 @@ class Prologue:
             row_chunks=self.row_chunks,
             qk_norm_epsilon=p.qk_norm_epsilon,
         )
-        write_cache.launch(self.executor, self.function, self.spec, p.token_count, self.row_chunks, packed)
-        if self.rewrites_query:
-            return Rows(workspace, p.num_heads * p.head_size)
-        return Rows(query.pointer, query.strides[0])
+        return write_cache.launch(self.function, self.spec, p.token_count, self.row_chunks, packed)

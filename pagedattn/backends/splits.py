@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagedattn.backends.arguments import Shared
 from pagedattn.backends.prologue import aligned
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import combine_splits
 from pagedattn.kernels.layouts import PARTIALS, partial_bytes, split_count
 from pagedattn.problem import Problem
@@ -47,7 +47,7 @@ class SplitPlan:
         while sum(part_bytes(size)) > MAX_PARTIAL_BYTES:
             size *= 2
         self.tile_rows = tile_rows
-        self.executor, self.size, self.tile_rows = executor, size, tile_rows
+        self.size = size
         self.count = split_count(span, size, starts_at_0)
         acc_bytes, lse_bytes = part_bytes(size)
         self._lse_at = aligned(acc_bytes)
@@ -66,12 +66,12 @@ class SplitPlan:
             group_size=self.problem.group_size,
         )
 
-    def combine(self, shared: Shared, partials: bytes) -> None:
-        """Merge the parts of every token that has several; the others are finished already."""
+    def combine(self, shared: Shared, partials: bytes) -> list[Launch]:
+        """The launch that merges the parts of every token that has several, if any may; the others are finished."""
         if self.function is None:
-            return
+            return []
         packed = combine_splits.PARAMS.pack(
             sequences=shared.sequences, blocks=shared.blocks, rules=shared.rules, out=shared.out, partials=partials
         )
         p = self.problem
-        combine_splits.launch(self.executor, self.function, self.spec, p.token_count, p.num_heads, packed)
+        return [combine_splits.launch(self.function, self.spec, p.token_count, p.num_heads, packed)]

@@ -98,11 +98,7 @@ class Nvrtc:
 
 
 class Api:
-    """The few calls that loading and launching take.
-
-    They go to CuPy's own binding of the driver: a launch through ``cupy.RawKernel`` looks at each argument and costs
-    several times as much.
-    """
+    """The few calls that loading takes, of CuPy's own binding of the driver; launches are in `pagedattn.jit.driver`."""
 
     def __init__(self) -> None:
         module = cupy()
@@ -111,13 +107,15 @@ class Api:
         self._module = importlib.import_module("cupy.cuda.function").Module
         self._driver = importlib.import_module("cupy_backends.cuda.api.driver")
         self._runtime = importlib.import_module("cupy_backends.cuda.api.runtime")
-        self._get_device = self._runtime.getDevice
-        self._launch = self._driver.launchKernel
 
     def capability(self, device_id: int) -> tuple[int, int]:
         """Compute capability of a device."""
         text = self.device(device_id).compute_capability  # as "90" or "120"
         return int(text[:-1]), int(text[-1])
+
+    def driver_version(self) -> int:
+        """Version of the driver, 12030 for 12.3."""
+        return int(self._runtime.driverGetVersion())
 
     def max_shared_bytes(self, device_id: int) -> int:
         """Return the dynamic shared memory that a CTA may ask for."""
@@ -138,15 +136,9 @@ class Api:
         """Raise the limit of a function's dynamic shared memory."""
         self._driver.funcSetAttribute(function, self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
 
-    def launch(
-        self, device_id: int, function: int, x: int, y: int, z: int, block: int, shared_bytes: int, params: int
-    ) -> None:
-        """Launch on the device's current stream; ``params`` is the address of an array of pointers to arguments."""
-        if self._get_device() != device_id:
-            with self.device(device_id):
-                return self.launch(device_id, function, x, y, z, block, shared_bytes, params)
-        stream = self._current_stream().ptr
-        self._launch(function, x, y, z, block, 1, 1, shared_bytes, stream, params, 0)
+    def current_stream(self) -> int:
+        """Handle of the calling thread's current stream of the current device."""
+        return int(self._current_stream().ptr)
 
 
 @functools.cache

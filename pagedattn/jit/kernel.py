@@ -8,7 +8,9 @@
     KERNEL = Kernel("decode_split_kv", DecodeSpec, PARAMS, threads, shared_bytes)
 
     function = executor.load(KERNEL, spec)              # compiled at first use, then cached
-    executor.launch(function, grid, threads(spec), shared_bytes(spec), PARAMS.pack(...))
+    launch = Launch(function, grid, threads(spec), shared_bytes(spec), PARAMS.pack(...))
+    issue = executor.prepare([launch], stream)
+    issue()
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ class Kernel(Generic[S]):
         Threads of a CTA, and bytes of its dynamic shared memory, each a function of the Spec.
     archs : tuple of str, or None
         Architectures that the source can be compiled for, such as ``("sm_90a",)``; None is every one.
+    waits_itself : bool
+        Every thread calls ``ptx::wait_for_previous_kernel`` before it reads what the kernel ahead of it in the stream
+        writes, or writes what that one reads. Where the device can, it then starts before that one has ended.
     """
 
     stem: str
@@ -50,6 +55,7 @@ class Kernel(Generic[S]):
     threads: Callable[[S], int]
     shared_bytes: Callable[[S], int]
     archs: tuple[str, ...] | None = None
+    waits_itself: bool = False
 
     def expression(self, spec: S) -> str:
         """C++ name of the instantiation: ``stem<XSpec{.io = DType::bf16, ...}>``."""

@@ -6,27 +6,49 @@ on a GPU, and the tests have another that runs the same sources on the CPU.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pagedattn.errors import UnsupportedError
-from pagedattn.jit import cuda
+from pagedattn.jit import cuda, driver
 from pagedattn.jit.compiler import Compiler, arch_of, default_compiler
 from pagedattn.jit.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pagedattn.jit.kernel import Kernel, S
 
-Function = TypeVar("Function")
+Function = TypeVar("Function", covariant=True)
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_PARAMS_BYTES = 4096
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more has to be asked for, once a function
+
+
+class Launch(NamedTuple):
+    """One kernel launch, for `Executor.prepare`.
+
+    Attributes
+    ----------
+    function : what `Executor.load` returned
+    grid : three int
+        CTAs along x, y and z. Nothing runs when one of them is 0.
+    block : int
+        Threads of a CTA, all along x: ``kernel.threads(spec)``.
+    shared_bytes : int
+        Bytes of dynamic shared memory: ``kernel.shared_bytes(spec)``.
+    params : bytes
+        What ``kernel.params.pack(...)`` returned.
+    """
+
+    function: Any
+    grid: tuple[int, int, int]
+    block: int
+    shared_bytes: int
+    params: bytes
 
 
 class Executor(Protocol[Function]):
@@ -51,37 +73,29 @@ class Executor(Protocol[Function]):
         """Return the kernel for this Spec, compiled and loaded; quick from the second time on."""
         ...
 
-    def launch(
-        self, function: Function, grid: tuple[int, int, int], block: int, shared_bytes: int, params: bytes
-    ) -> None:
-        """Run ``function`` in stream order.
+    def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
+        """Check launches and lay them out; what is returned issues them, one after the other, to a stream.
 
-        Parameters
-        ----------
-        function : what :meth:`load` returned
-        grid : three int
-            CTAs along x, y and z. Nothing runs when one of them is 0.
-        block : int
-            Threads of a CTA, all along x: ``kernel.threads(spec)``.
-        shared_bytes : int
-            Bytes of dynamic shared memory: ``kernel.shared_bytes(spec)``.
-        params : bytes
-            What ``kernel.params.pack(...)`` returned.
+        It may be called any number of times and by several threads, while the device is current.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class CudaFunction:
-    """A kernel loaded on one device: a ``CUfunction``, and the module that must outlive it."""
+    """A kernel loaded on one device: a ``CUfunction``, and the module that must outlive it.
+
+    ``overlaps`` says that it may start before the kernel ahead of it has ended.
+    """
 
     name: str
     pointer: int
     module: Any = field(repr=False)
+    overlaps: bool = False
 
 
 class CudaExecutor:
-    """Runs kernels on one GPU through CuPy, on the calling thread's current stream of that device.
+    """Runs kernels on one GPU through CuPy and the driver.
 
     Safe to share between threads. Use :func:`cuda_executor` for the one of a device, so kernels are loaded once.
 
@@ -105,12 +119,15 @@ class CudaExecutor:
         self.device_id = device_id
         self.compiler = compiler or default_compiler()
         self._api = cuda.Api()
-        self.arch = arch_of(self._api.capability(device_id), cuda.nvrtc().archs)
+        capability = self._api.capability(device_id)
+        self.arch = arch_of(capability, cuda.nvrtc().archs)
+        self._can_overlap = (
+            capability >= driver.OVERLAP_CAPABILITY and self._api.driver_version() >= driver.OVERLAP_DRIVER
+        )
         self.max_shared_bytes = self._api.max_shared_bytes(device_id)
         self.multiprocessors = self._api.multiprocessors(device_id)
         self._functions: dict[tuple[Kernel[Any], Spec], CudaFunction] = {}
         self._lock = threading.Lock()
-        self._scratch = _Scratch()
 
     def load(self, kernel: Kernel[S], spec: S) -> CudaFunction:
         """Return the kernel for this Spec, compiled and loaded; quick from the second time on.
@@ -138,7 +155,7 @@ class CudaExecutor:
             module, pointer = self._api.load(cubin, entry)
             if shared_bytes > _DEFAULT_SHARED_BYTES:
                 self._api.allow_shared_bytes(pointer, shared_bytes)
-        return CudaFunction(kernel.expression(spec), pointer, module)
+        return CudaFunction(kernel.expression(spec), pointer, module, kernel.waits_itself and self._can_overlap)
 
     def compile_many(self, items: Iterable[tuple[Kernel[Any], Spec]], jobs: int = 4) -> None:
         """Compile and load several kernels before they are needed, ``jobs`` at a time."""
@@ -147,35 +164,36 @@ class CudaExecutor:
         for kernel, spec in items:
             self.load(kernel, spec)
 
+    def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
+        """Check launches and lay them out for the driver; see :meth:`Executor.prepare`."""
+        # The modules are kept with what runs their code.
+        ready = [(_ready(launch, stream), launch.function) for launch in launches if 0 not in launch.grid]
+
+        def issue() -> None:
+            for launch, _ in ready:
+                launch()
+
+        return issue
+
     def launch(
         self, function: CudaFunction, grid: tuple[int, int, int], block: int, shared_bytes: int, params: bytes
     ) -> None:
-        """Launch on the current stream; see :meth:`Executor.launch`."""
-        x, y, z = grid
-        # One comparison in the usual case; which limit it was is worked out only for the message.
-        if not (0 < x <= MAX_GRID[0] and 0 < y <= MAX_GRID[1] and 0 < z <= MAX_GRID[2]):
-            if 0 in grid:
-                return
-            raise UnsupportedError(
-                f"{function.name}: the grid {grid} is beyond the limits {MAX_GRID}; split the call into smaller ones"
-            )
-        size = len(params)
-        if size > MAX_PARAMS_BYTES:
-            raise ValueError(f"{function.name}: {size} bytes of parameters, the limit is {MAX_PARAMS_BYTES}")
-        scratch = self._scratch
-        # The driver has copied the parameters when the call returns, so one buffer a thread is enough.
-        scratch.buffer[:size] = params
-        self._api.launch(self.device_id, function.pointer, x, y, z, block, shared_bytes, scratch.pointers)
+        """Issue one launch to the device's current stream."""
+        with self._api.device(self.device_id):
+            self.prepare([Launch(function, grid, block, shared_bytes, params)], self._api.current_stream())()
 
 
-class _Scratch(threading.local):
-    """A thread's buffer for parameters, and the array of one pointer to it that a launch takes."""
-
-    def __init__(self) -> None:
-        self.buffer = bytearray(MAX_PARAMS_BYTES)  # its size never changes, so neither does its address
-        self._view = (ctypes.c_char * MAX_PARAMS_BYTES).from_buffer(self.buffer)
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
-        self.pointers = ctypes.addressof(self._pointers)
+def _ready(launch: Launch, stream: int) -> driver.ReadyLaunch:
+    function, grid, block, shared_bytes, params = launch
+    if not all(0 < extent <= most for extent, most in zip(grid, MAX_GRID, strict=True)):
+        raise UnsupportedError(
+            f"{function.name}: the grid {grid} is beyond the limits {MAX_GRID}; split the call into smaller ones"
+        )
+    if len(params) > MAX_PARAMS_BYTES:
+        raise ValueError(f"{function.name}: {len(params)} bytes of parameters, the limit is {MAX_PARAMS_BYTES}")
+    return driver.ReadyLaunch(
+        function.name, function.pointer, grid, block, shared_bytes, params, stream, function.overlaps
+    )
 
 
 @functools.cache

@@ -11,7 +11,7 @@
         token_count=7,
         scale_log2=0.18,
     )
-    executor.launch(function, grid, threads, shared_bytes, packed)
+    issue = executor.prepare([Launch(function, grid, threads, shared_bytes, packed)], stream)
 
 Fields are given in the C++ struct's order and laid out as C does. Every translation unit ends with
 :meth:`Layout.static_asserts`, so a struct that differs from its Python side does not compile.

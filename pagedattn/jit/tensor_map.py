@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from typing import Any
 
 from pagedattn.dtypes import BFLOAT16, FLOAT16, DType
-from pagedattn.errors import MissingDependencyError, PagedAttentionError
+from pagedattn.errors import PagedAttentionError
+from pagedattn.jit import driver
 
 _DATA_TYPES = {FLOAT16: 6, BFLOAT16: 9}  # CUtensorMapDataType
 _BYTE = 0
@@ -26,15 +26,10 @@ STRIDE_ALIGNMENT = 16
 @functools.cache
 def _encode() -> Any:
     """The driver's ``cuTensorMapEncodeTiled``."""
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    try:
-        function = ctypes.CDLL(name).cuTensorMapEncodeTiled
-    except (OSError, AttributeError) as error:
-        raise MissingDependencyError(f"the NVIDIA driver has no cuTensorMapEncodeTiled: {error}") from error
+    function = driver.function("cuTensorMapEncodeTiled")
     pointer = ctypes.c_void_p
     word = ctypes.c_uint
     function.argtypes = [pointer, word, word, pointer, pointer, pointer, pointer, pointer, word, word, word, word]
-    function.restype = ctypes.c_int
     return function
 
 
@@ -83,7 +78,7 @@ def encode(
     )
     if result != 0:
         raise PagedAttentionError(
-            f"cuTensorMapEncodeTiled: error {result} for extents {extents}, strides {stride_bytes} bytes, box {box} "
-            f"of {dtype.name} at {address:#x}"
+            f"cuTensorMapEncodeTiled: {driver.error_text(result)} for extents {extents}, "
+            f"strides {stride_bytes} bytes, box {box} of {dtype.name} at {address:#x}"
         )
     return ctypes.string_at(aligned, 128)

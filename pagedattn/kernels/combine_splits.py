@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import params
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div
@@ -53,15 +54,14 @@ KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes)
 
 
 def launch(
-    executor: Executor[Function],
-    function: Function,
+    function: Any,
     spec: CombineSpec,
     token_count: int,
     num_heads: int,
     packed: bytes,
-) -> None:
-    """Launch what ``executor.load(KERNEL, spec)`` returned; needless when the producer had one split."""
-    executor.launch(function, grid(token_count, num_heads), threads(spec), 0, packed)
+) -> Launch:
+    """Launch of what ``executor.load(KERNEL, spec)`` returned; needless when the producer had one split."""
+    return Launch(function, grid(token_count, num_heads), threads(spec), 0, packed)
 
 
 def smoke_specs() -> Iterator[CombineSpec]:

@@ -9,7 +9,7 @@ from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit import tensor_map as maps
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.params import i32, params, tensor_map
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, SCORE_RULES, SEQUENCE_TABLE
@@ -181,8 +181,8 @@ class Sm90Kernel:
         blocks: bytes,
         rules: bytes,
         out: bytes,
-    ) -> None:
-        """Attend; the packed structs are those of `pagedattn.kernels.layouts`."""
+    ) -> Launch:
+        """Launch that attends; the packed structs are those of `pagedattn.kernels.layouts`."""
         p = self.problem
         packed = PARAMS.pack(
             query_map=self._query_map(*query),
@@ -197,7 +197,7 @@ class Sm90Kernel:
             key_head_step=self._head_step(key_cache),
             value_head_step=self._head_step(value_cache),
         )
-        self.executor.launch(self.function, self.grid, threads(self.spec), shared_bytes(self.spec), packed)
+        return Launch(self.function, self.grid, threads(self.spec), shared_bytes(self.spec), packed)
 
     def _query_map(self, address: int, stride: int) -> bytes:
         """[channel groups, tokens, heads, channels]; a box is the rows of a warpgroup in one channel group."""

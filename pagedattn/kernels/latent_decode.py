@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels import wide_attention
@@ -101,18 +102,17 @@ KERNEL = Kernel("latent_decode", LatentSpec, PARAMS, threads, shared_bytes)
 
 
 def launch(
-    executor: Executor[Function],
-    function: Function,
+    function: Any,
     spec: LatentSpec,
     token_count: int,
     batch_size: int,
     num_heads: int,
     split_count: int,
     packed: bytes,
-) -> None:
-    """Launch what ``executor.load(KERNEL, spec)`` returned."""
+) -> Launch:
+    """Launch of what ``executor.load(KERNEL, spec)`` returned."""
     shape = grid(spec, token_count, batch_size, num_heads, split_count)
-    executor.launch(function, shape, threads(spec), shared_bytes(spec), packed)
+    return Launch(function, shape, threads(spec), shared_bytes(spec), packed)
 
 
 def key_span(spec: LatentSpec, kv_len_bound: int, local_window_size: int, num_heads: int, ordered: bool) -> int:

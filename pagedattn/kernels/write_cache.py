@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Executor, Function
+from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import f32, i32, i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, ROTARY, SEQUENCE_TABLE, ceil_div
@@ -87,15 +88,14 @@ KERNEL = Kernel("write_cache", WriteCacheSpec, PARAMS, threads, shared_bytes)
 
 
 def launch(
-    executor: Executor[Function],
-    function: Function,
+    function: Any,
     spec: WriteCacheSpec,
     token_count: int,
     row_chunks: int,
     packed: bytes,
-) -> None:
-    """Launch what ``executor.load(KERNEL, spec)`` returned."""
-    executor.launch(function, grid(spec, token_count, row_chunks), THREADS, shared_bytes(spec), packed)
+) -> Launch:
+    """Launch of what ``executor.load(KERNEL, spec)`` returned."""
+    return Launch(function, grid(spec, token_count, row_chunks), THREADS, shared_bytes(spec), packed)
 
 
 def smoke_specs() -> Iterator[WriteCacheSpec]:

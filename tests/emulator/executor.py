@@ -27,7 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ from . import memory, toolchain
 
 if TYPE_CHECKING:
     from pagedattn.jit.kernel import Kernel
+    from pagedattn.jit.launch import Launch
     from pagedattn.jit.params import Layout
     from pagedattn.jit.sources import Sources
     from pagedattn.jit.spec import Spec
@@ -125,6 +126,16 @@ class EmulatorExecutor:
             entry = ctypes.cast(library.emulator_entry, ctypes.c_void_p).value or 0
             self._functions[key] = Function(kernel.expression(spec), kernel.params, library, entry)
         return self._functions[key]
+
+    def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
+        """What runs kernels to their ends, one after the other."""
+        launches = list(launches)
+
+        def issue() -> None:
+            for launch in launches:
+                self.launch(*launch)
+
+        return issue
 
     def launch(
         self, function: Function, grid: tuple[int, int, int], block: int, shared_bytes: int, params: bytes

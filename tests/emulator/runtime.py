@@ -32,7 +32,7 @@ class EmulatorRuntime:
     def address(self, buffer: Any) -> int:
         return memory.pointer(buffer)
 
-    def active(self) -> AbstractContextManager[Any]:
+    def active(self, stream: int | None = None) -> AbstractContextManager[Any]:
         return nullcontext()
 
 

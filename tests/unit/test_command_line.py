@@ -322,6 +322,8 @@ def tensor(shape, dtype):
         "shape": shape,
         "dtype": f"torch.{dtype}",
         "device": SimpleNamespace(type="cuda", index=0),
+        "is_cuda": True,
+        "get_device": lambda: 0,
         "stride": lambda: strides,
         "data_ptr": lambda: id(shape) * 256,
     }

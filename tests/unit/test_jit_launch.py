@@ -9,14 +9,15 @@ from contextlib import contextmanager
 import pytest
 
 from pagedattn import dtypes
-from pagedattn.errors import UnsupportedError
-from pagedattn.jit import cuda, launch
+from pagedattn.errors import PagedAttentionError, UnsupportedError
+from pagedattn.jit import cuda, driver, launch
 from pagedattn.jit.disk_cache import Binary
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import CudaExecutor
+from pagedattn.jit.launch import CudaExecutor, Launch
 from tests.support.tiny_kernel import KERNEL, PARAMS, TinySpec
 
 SPEC = TinySpec(dtypes.FLOAT16, 64, False)
+WAITING = Kernel("tiny", TinySpec, PARAMS, lambda _: 128, lambda _: 0, waits_itself=True)
 HUGE = Kernel("tiny", TinySpec, PARAMS, lambda _: 128, lambda spec: spec.width * 1024)
 
 
@@ -27,8 +28,8 @@ class FakeApi(cuda.Api):
         self.calls = []
         self._thread = threading.local()
         self._current_stream = lambda: type("Stream", (), {"ptr": 100 + self.current})
-        self._get_device = lambda: self.current
-        self._launch = self._note_launch
+        self.version = 12030
+        self.status = 0
 
     @property
     def current(self):
@@ -43,6 +44,9 @@ class FakeApi(cuda.Api):
     def capability(self, device_id):
         return (9, 0) if device_id == 0 else (8, 0)
 
+    def driver_version(self):
+        return self.version
+
     def max_shared_bytes(self, device_id):
         return 232448
 
@@ -56,20 +60,34 @@ class FakeApi(cuda.Api):
     def allow_shared_bytes(self, function, size):
         self.calls.append(("allow", self.current, size))
 
-    def _note_launch(self, function, x, y, z, bx, by, bz, shared, stream, params, extra):
-        address = ctypes.c_void_p.from_address(params).value
+    def function(self, name):
+        return getattr(self, name)
+
+    def cuLaunchKernelEx(self, config, function, params, extra):
+        config = config._obj
+        attributes = [(config.attributes[i].id, config.attributes[i].value) for i in range(config.attribute_count)]
         self.calls.append(
             (
                 "launch",
                 self.current,
-                function,
-                (x, y, z),
-                (bx, by, bz),
-                shared,
-                stream,
-                ctypes.string_at(address, PARAMS.size),
+                function.value,
+                tuple(config.grid),
+                tuple(config.block),
+                config.shared_bytes,
+                config.stream,
+                ctypes.string_at(params[0], PARAMS.size),
             )
         )
+        self.attributes = attributes
+        return self.status
+
+    def cuGetErrorName(self, status, text):
+        text._obj.value = {719: b"CUDA_ERROR_LAUNCH_FAILED"}.get(status)
+        return 0 if status == 719 else 1
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = {719: b"unspecified launch failure"}.get(status)
+        return 0 if status == 719 else 1
 
 
 class FakeCompiler:
@@ -89,6 +107,7 @@ class FakeCompiler:
 def api(monkeypatch):
     fake = FakeApi()
     monkeypatch.setattr(cuda, "Api", lambda: fake)
+    monkeypatch.setattr(driver, "function", fake.function)
     monkeypatch.setattr(cuda, "require_device", lambda: None)
     monkeypatch.setattr(cuda, "nvrtc", lambda: type("Nvrtc", (), {"archs": (80, 90)}))
     return fake
@@ -198,3 +217,69 @@ def test_compile_many_loads_all(api):
     executor.compile_many(((KERNEL, spec) for spec in specs), jobs=2)
     assert [call[:2] for call in api.calls] == [("load", 1)] * 2
     assert {arch for _, _, arch in compiler.compiled} == {"sm_80"}
+
+
+def test_what_is_prepared_is_issued_in_order_as_often_as_it_is_called(api):
+    executor = CudaExecutor(0, FakeCompiler())
+    function = executor.load(KERNEL, SPEC)
+    issue = executor.prepare(
+        (Launch(function, grid, 32, 0, packed(grid[0])) for grid in ((2, 1, 1), (0, 1, 1), (3, 1, 1))), 7
+    )
+    assert api.calls[-1][0] == "load"
+    for _ in range(2):
+        issue()
+    launches = api.calls[1:]
+    assert [(grid[0], stream, params) for *_, grid, _, _, stream, params in launches] == 2 * [
+        (2, 7, packed(2)),
+        (3, 7, packed(3)),
+    ]
+
+
+def test_a_grid_is_checked_before_anything_is_issued(api):
+    executor = CudaExecutor(0, FakeCompiler())
+    function = executor.load(KERNEL, SPEC)
+    with pytest.raises(UnsupportedError, match="beyond the limits"):
+        executor.prepare([Launch(function, (1, y, 1), 32, 0, packed()) for y in (1, 65536)], 0)
+    assert api.calls[-1][0] == "load"
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "kernel", "overlaps"),
+    [
+        (0, 12030, WAITING, True),
+        (0, 13000, WAITING, True),
+        (0, 12020, WAITING, False),  # a capture would lose it
+        (1, 13000, WAITING, False),  # compute capability 8.0
+        (0, 13000, KERNEL, False),
+    ],
+)
+def test_a_kernel_that_waits_itself_may_start_early_where_the_device_and_the_driver_can(
+    api, device, version, kernel, overlaps
+):
+    api.version = version
+    executor = CudaExecutor(device, FakeCompiler())
+    executor.launch(executor.load(kernel, SPEC), (1, 1, 1), 32, 0, packed())
+    assert api.attributes == ([(6, 1)] if overlaps else [])
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(719, "CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"), (12345, "error 12345")]
+)
+def test_an_error_of_the_driver_is_named(api, status, text):
+    executor = CudaExecutor(0, FakeCompiler())
+    function = executor.load(KERNEL, SPEC)
+    api.status = status
+    with pytest.raises(PagedAttentionError) as caught:
+        executor.launch(function, (5, 4, 3), 128, 256, packed())
+    assert str(caught.value).startswith("tiny<")
+    assert str(caught.value).endswith(
+        f"refused to launch (5, 4, 3) CTAs of 128 threads with 256 bytes of shared memory: {text}"
+    )
+
+
+def test_the_structs_are_those_of_the_driver():
+    """Sizes and offsets of CUlaunchAttribute and CUlaunchConfig in cuda.h, for 64 bits."""
+    assert (ctypes.sizeof(driver._Attribute), driver._Attribute.value.offset) == (72, 8)
+    config = driver._Config
+    assert (ctypes.sizeof(config), config.block.offset, config.shared_bytes.offset) == (56, 12, 24)
+    assert (config.stream.offset, config.attributes.offset, config.attribute_count.offset) == (32, 40, 48)
