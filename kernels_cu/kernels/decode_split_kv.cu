@@ -6,7 +6,8 @@
 //   reads   query once; key and value rows that the tile admits once
 //   writes  output and lse where there is one split or none; else acc and lse of this split, which the last CTA of the
 //           tile to finish merges (when there are counters), or combine_splits.cu
-//   smem    | queries | factors, key ranges, bias rows of the rows | per warp: S.units x tile_keys rows |, later | acc | states |
+//   smem    | what the end needs | queries | factors, key ranges, bias rows of the rows | per warp: S.units x tile_keys rows |;
+//           later | what the end needs | acc | states |
 // Invariants
 //   A row tile is one token's query heads (kRows of them at most) or, with shares_tokens, a tile of row_tiles.cuh.
 //   Units of a ring hold keys and values in turn: K0 V0 K1 V1 .. A unit is refilled as soon as it has been used.
@@ -16,6 +17,7 @@
 //   A row's result depends neither on the other rows of its tile nor on which split finished last.
 #include <pagedattn/key_fragments.cuh>
 #include <pagedattn/hidden_values.cuh>
+#include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/row_tiles.cuh>
 #include <pagedattn/softmax.cuh>
 #include <pagedattn/split.cuh>
@@ -43,11 +45,13 @@ struct DecodeParams {
   ScoreRules rules;
   Output out;
   Partials partials;
-  int* finished;         // [row tiles, head_tiles], zeros: splits that are done; null: combine_splits follows
+  int* finished;         // [row tiles, head_tiles], zeros: splits that are done; null: no merge here
   int group_size;        // query heads of a kv head
   int row_chunks;        // tiles of a token's group; 1 with shares_tokens
   int head_tiles;        // kv heads x row_chunks
 };
+
+constexpr int kMergedSplits = 8;  // that merge_splits takes; more are left to combine_splits
 
 struct BiasRow { const void* g_bias; };
 
@@ -55,6 +59,7 @@ struct BiasRow { const void* g_bias; };
 struct KeptTile {
   RowTile tile;
   int splits;
+  int is_last;  // whether this split was the last of its tile to finish
 };
 
 template <DecodeSpec S> struct Decode {
@@ -69,16 +74,20 @@ template <DecodeSpec S> struct Decode {
   static constexpr int kSteps = Tile::kSteps;
   static constexpr int kUnitBytes = S.tile_keys * Tile::kStride;
   static constexpr int kQueryBytes = kRows * 2 * Tile::kPadded;
-  static constexpr int kRowBytes = kRows * 24 + 64;  // of what is kept of the tile and of each row
+  static constexpr int kRowBytes = kRows * 24;  // of what the loop looks up for a row
+  static constexpr int kKeptBytes = 64 + 4 * kRows + (F::kCodes ? 4 * Tile::kPadded : 0);
   static constexpr bool kQueryInRegisters = S.row_tiles * kSteps <= 16;
   static constexpr bool kRefillsLate = S.row_tiles > 2;  // when scores have made room for the addresses
   static constexpr int kAccStride = Tile::kPadded + 4;  // floats; the eight rows of a store start in different banks
 
-  static __device__ __forceinline__ float* s_factor() { return reinterpret_cast<float*>(shared_memory<unsigned char>() + kQueryBytes); }
+  static __device__ __forceinline__ KeptTile* s_kept() { return shared_memory<KeptTile>(); }
+  static __device__ __forceinline__ float* s_sink() { return reinterpret_cast<float*>(shared_memory<unsigned char>() + 64); }  // [kRows]
+  static __device__ __forceinline__ float* s_value_scale() { return s_sink() + kRows; }  // [channels], of a quantized cache
+  static __device__ __forceinline__ unsigned char* s_work() { return shared_memory<unsigned char>() + kKeptBytes; }
+  static __device__ __forceinline__ float* s_factor() { return reinterpret_cast<float*>(s_work() + kQueryBytes); }
   static __device__ __forceinline__ KeyRange* s_keys() { return reinterpret_cast<KeyRange*>(s_factor() + 2 * kRows); }
   static __device__ __forceinline__ BiasRow* s_bias() { return reinterpret_cast<BiasRow*>(s_keys() + kRows); }
-  static __device__ __forceinline__ KeptTile* s_tile() { return reinterpret_cast<KeptTile*>(s_bias() + kRows); }
-  static __device__ __forceinline__ unsigned char* s_units() { return shared_memory<unsigned char>() + kQueryBytes + kRowBytes; }
+  static __device__ __forceinline__ unsigned char* s_units() { return s_work() + kQueryBytes + kRowBytes; }
   // Row of element `element` (0 or 1) of row tile n in this lane.
   static __device__ __forceinline__ int row(int n, int element) { return 8 * n + 2 * (threadIdx.x % 4) + element; }
   // Key of a score: element i of a 16-key block.
@@ -290,7 +299,7 @@ __device__ __forceinline__ void merge_and_write(const DecodeParams& p, float (&a
   using D = Decode<S>;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  float* s_acc = shared_memory<float>();
+  float* s_acc = reinterpret_cast<float*>(D::s_work());
   SoftmaxState* s_state = reinterpret_cast<SoftmaxState*>(s_acc + S.warps * D::kRows * D::kAccStride);
 
   ptx::cp_async_wait<0>();
@@ -336,9 +345,9 @@ __device__ __forceinline__ void merge_and_write(const DecodeParams& p, float (&a
       first += weight * s_row[0];
       second += weight * s_row[1];
     }
-    const SoftmaxResult result = finalize(merged, is_final ? sink_of<typename D::Io>(p.out.head_sink, head) : negative_infinity());
-    first *= result.factor * scale_of<S.cache>(p.value_cache, kv_head, channel);
-    second *= result.factor * scale_of<S.cache>(p.value_cache, kv_head, channel + 1);
+    const SoftmaxResult result = finalize(merged, is_final ? D::s_sink()[row] : negative_infinity());
+    first *= result.factor * (D::F::kCodes ? D::s_value_scale()[channel] : 1.0f);
+    second *= result.factor * (D::F::kCodes ? D::s_value_scale()[channel + 1] : 1.0f);
     if (is_final) {
       store_2(output_row<typename D::Io>(p.out, token, head, S.head_size), channel, S.head_size, first, second);
       if (channel == 0) store_lse(p.out, token, head, result.lse);
@@ -350,44 +359,67 @@ __device__ __forceinline__ void merge_and_write(const DecodeParams& p, float (&a
   }
 }
 
-// Counts this split as done; the CTA that finds all others done merges them in order, as combine_splits does.
+// Counts this split as done; the CTA that finds all others done merges them in order. It is on its own then, and each round trip
+// to memory shows: one brings the lse of all rows, one the acc of kAtOnce pairs of channels a thread.
 template <DecodeSpec S>
 __device__ __forceinline__ void merge_splits(const DecodeParams& p, const RowTile& tile, int splits, int kv_head, int64_t counter) {
   using D = Decode<S>;
-  int* s_last = shared_memory<int>();
+  constexpr int kPairs = S.head_size / 2;
+  constexpr int kAtOnce = 4;
   __threadfence();  // this thread's parts are visible to the device
-  __syncthreads();  // those of the whole CTA are, and its shared memory is free
-  if (threadIdx.x == 0) *s_last = atomicAdd(p.finished + counter, 1) == splits - 1;
-  __syncthreads();  // s_last is visible
-  if (!*s_last) return;
+  __syncthreads();  // those of the whole CTA are, and s_work is free
+  if (threadIdx.x == 0) D::s_kept()->is_last = atomicAdd(p.finished + counter, 1) == splits - 1;
+  __syncthreads();  // is_last is visible
+  if (!D::s_kept()->is_last) return;
   __threadfence();  // the other CTAs' parts are visible
 
-#pragma unroll 1
-  for (int i = threadIdx.x; i < tile.rows * (S.head_size / 2); i += D::kThreads) {
-    const int row = i / (S.head_size / 2);
-    const int channel = i % (S.head_size / 2) * 2;
-    const int token = tile.token(row);
-    const int head = kv_head * p.group_size + tile.head_in_group(row);
-    const int64_t first_at = partial_row(p.partials, token, 0, p.out.num_heads, head);
+  float* s_weight = reinterpret_cast<float*>(D::s_work());  // [kRows, kMergedSplits]
+  const auto head_of = [&](int row) { return kv_head * p.group_size + tile.head_in_group(row); };
+  const auto part_of = [&](int row, int split) { return partial_row(p.partials, tile.token(row), split, p.out.num_heads, head_of(row)); };
+  if (threadIdx.x < tile.rows) {
+    const int row = threadIdx.x;
+    float lse[kMergedSplits];
     SoftmaxState merged;
+#pragma unroll
+    for (int split = 0; split < kMergedSplits; ++split) {
+      lse[split] = split < splits ? p.partials.lse[part_of(row, split)] : negative_infinity();
+    }
+#pragma unroll
+    for (int split = 0; split < kMergedSplits; ++split) merged.row_max = fmaxf(merged.row_max, lse[split]);
+#pragma unroll
+    for (int split = 0; split < kMergedSplits; ++split) {
+      lse[split] = merged.weight(lse[split]);
+      merged.row_sum += lse[split];
+    }
+    const SoftmaxResult result = finalize(merged, D::s_sink()[row]);
+#pragma unroll
+    for (int split = 0; split < kMergedSplits; ++split) s_weight[row * kMergedSplits + split] = lse[split] * result.factor;
+    store_lse(p.out, tile.token(row), head_of(row), result.lse);
+  }
+  __syncthreads();  // the weights are visible
+
+#pragma unroll 1
+  for (int first = threadIdx.x; first < tile.rows * kPairs; first += kAtOnce * D::kThreads) {
+    float2 acc[kAtOnce] = {};
 #pragma unroll 4
     for (int split = 0; split < splits; ++split) {
-      merged.row_max = fmaxf(merged.row_max, p.partials.lse[first_at + static_cast<int64_t>(split) * p.out.num_heads]);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j * D::kThreads;
+        if (i >= tile.rows * kPairs) continue;
+        const float weight = s_weight[i / kPairs * kMergedSplits + split];
+        const float2 part = reinterpret_cast<const float2*>(p.partials.acc + part_of(i / kPairs, split) * S.head_size)[i % kPairs];
+        acc[j].x += weight * part.x;
+        acc[j].y += weight * part.y;
+      }
     }
-    float2 acc{0.0f, 0.0f};
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) {
-      const int64_t at = first_at + static_cast<int64_t>(split) * p.out.num_heads;
-      const float weight = merged.weight(p.partials.lse[at]);
-      const float2 part = *reinterpret_cast<const float2*>(p.partials.acc + at * S.head_size + channel);
-      merged.row_sum += weight;
-      acc.x += weight * part.x;
-      acc.y += weight * part.y;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = first + j * D::kThreads;
+      if (i >= tile.rows * kPairs) continue;
+      const int row = i / kPairs;
+      store_2(output_row<typename D::Io>(p.out, tile.token(row), head_of(row), S.head_size), i % kPairs * 2, S.head_size, acc[j].x, acc[j].y);
     }
-    const SoftmaxResult result = finalize(merged, sink_of<typename D::Io>(p.out.head_sink, head));
-    store_2(output_row<typename D::Io>(p.out, token, head, S.head_size), channel, S.head_size, acc.x * result.factor,
-            acc.y * result.factor);
-    if (channel == 0) store_lse(p.out, token, head, result.lse);
   }
 }
 
@@ -411,8 +443,9 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) decode_split_kv(c
   KeyRange admitted{0, 0};  // that some token of the tile admits
   if constexpr (S.shares_tokens) {
     tile = find_row_tile(p.sequences, number, D::kRows, p.group_size, capacity_of(p.blocks));
-    if (tile.rows == 0) return;
-    admitted = keys_of_tokens(p.sequences, p.rules, tile.sequence, tile.first_token, tile.last_token()).some;
+    if (tile.rows > 0) {
+      admitted = keys_of_tokens(p.sequences, p.rules, tile.sequence, tile.first_token, tile.last_token()).some;
+    }
   } else {
     const int chunk = head_tile % p.row_chunks * D::kRows;
     tile.sequence = sequence_of_token(p.sequences, number, capacity_of(p.blocks));
@@ -425,7 +458,9 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) decode_split_kv(c
     }
   }
   const SplitPlan plan = plan_splits(p.partials, admitted);
+  ptx::let_next_kernel_start();
   if (split >= plan.count) {
+    ptx::wait_for_previous_kernel();
     if (split == 0) write_empty_tile<Io, D::kThreads>(p.out, tile, kv_head * p.group_size, S.head_size);
     return;
   }
@@ -437,6 +472,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) decode_split_kv(c
   Ring<S> ring{p.blocks, KvHead<S.cache>(p.key_cache, kv_head), KvHead<S.cache>(p.value_cache, kv_head), range,
                tile.sequence.index, tiles > warp ? ceil_div(tiles - warp, S.warps) : 0};
   ring.begin();
+  ptx::wait_for_previous_kernel();  // which writes the cache, and maybe the query
 #pragma unroll 1
   for (int u = 0; u < S.units; u += 2) {
     ring.issue_keys();
@@ -448,25 +484,29 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) decode_split_kv(c
   }
 
   load_query_fragments<typename D::F, D::kRows, S.head_size, D::kThreads>(
-      shared_memory<unsigned char>(), D::s_factor(), p.key_cache, kv_head, [&](int row) -> const Io* {
+      D::s_work(), D::s_factor(), p.key_cache, kv_head, [&](int row) -> const Io* {
         if (row >= tile.rows) return nullptr;
         return static_cast<const Io*>(p.query) + tile.token(row) * p.query_stride +
                static_cast<int64_t>(kv_head * p.group_size + tile.head_in_group(row)) * S.head_size;
       });
   static_assert(sizeof(KeptTile) <= 64, "its room in shared memory");
-  if (threadIdx.x == 0) *D::s_tile() = {tile, plan.count};
+  if (threadIdx.x == 0) *D::s_kept() = {tile, plan.count, 0};
+  if constexpr (D::F::kCodes) {
+    for (int c = threadIdx.x; c < S.head_size; c += D::kThreads) D::s_value_scale()[c] = scale_of<S.cache>(p.value_cache, kv_head, c);
+  }
   if (threadIdx.x < D::kRows) {
     const int row = threadIdx.x;
     KeyRange own = row < tile.rows ? range : KeyRange{0, 0};
     if constexpr (S.shares_tokens) own = keys_of_row(tile, row, p.sequences, p.rules, range);
     D::s_keys()[row] = own;
+    D::s_sink()[row] = row < tile.rows ? sink_of<Io>(p.out.head_sink, kv_head * p.group_size + tile.head_in_group(row)) : 0.0f;
     if constexpr (S.has_rules) {
       D::s_bias()[row].g_bias = row < tile.rows ? bias_row_of_tile<Io>(tile, row, p.rules, kv_head * p.group_size) : nullptr;
     }
   }
   __syncthreads();  // the query rows and what is kept of them are visible to all warps
 
-  const uint2* s_query = shared_memory<uint2>();
+  const uint2* s_query = reinterpret_cast<const uint2*>(D::s_work());
   uint2 r_query[D::kQueryInRegisters ? D::kNTiles : 1][D::kQueryInRegisters ? D::kSteps : 1];
   if constexpr (D::kQueryInRegisters) {
 #pragma unroll
@@ -645,7 +685,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) decode_split_kv(c
     ring.advance();
   }
 
-  const KeptTile kept = *D::s_tile();
+  const KeptTile kept = *D::s_kept();
   merge_and_write<S>(p, acc, state, kept.tile, split, kept.splits == 1, kv_head);
   if (kept.splits > 1 && p.finished != nullptr) {
     merge_splits<S>(p, kept.tile, kept.splits, kv_head, static_cast<int64_t>(number) * p.head_tiles + head_tile);

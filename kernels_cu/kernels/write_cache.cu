@@ -11,6 +11,7 @@
 //   One value is rounded once, at its store; norm and rotation are float32.
 //   A token without a slot stores nothing; a padding token stores nothing at all.
 #include <pagedattn/ptx/convert.cuh>
+#include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/qk_norm.cuh>
 #include <pagedattn/quant.cuh>
 #include <pagedattn/rope.cuh>
@@ -155,6 +156,7 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
   using Shape = RowShape<S>;
   using Io = element_t<S.io>;
 
+  ptx::let_next_kernel_start();
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < p.zero_count; i += gridDim.x * static_cast<int64_t>(kThreads)) {
     p.zeros[i] = 0;
   }

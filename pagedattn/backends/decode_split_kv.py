@@ -11,8 +11,6 @@ from pagedattn.problem import Problem
 
 # Keys of a split, instead of the size that `kernel.split_size` chooses; a multiple of 16. Set by tests and tuning.
 FORCED_SPLIT_KEYS: int | None = None
-# Up to this many splits are merged by the CTA that finishes last; more are worth a kernel of their own.
-MERGED_SPLITS = 8
 
 
 def plan(problem: Problem, executor: Executor[Function]) -> DecodePlan:
@@ -28,6 +26,9 @@ class DecodePlan:
         # Tokens of a sequence that read the same keys share tiles as soon as a sequence may have several.
         tokens = max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
         shares_tokens = p.token_count > p.batch_size and tokens > 1
+        span = p.kv_len_bound
+        if p.has_window and not (shares_tokens and (p.has_query_positions or not p.is_causal)):
+            span = min(span, p.local_window_size + (kernel.MAX_ROWS if shares_tokens else 0))
         self.spec = kernel.choose(
             p.io_dtype,
             p.cache_dtype,
@@ -36,20 +37,18 @@ class DecodePlan:
             executor.max_shared_bytes,
             has_rules=p.softcap > 0 or p.bias_shape is not None,
             shares_tokens=shares_tokens,
+            span=span if p.has_window else kernel.ANY_SPAN,
         )
         self.function = executor.load(kernel.KERNEL, self.spec)
         row_tiles = kernel.row_tile_count(self.spec, p.token_count, p.batch_size, p.group_size)
         self.head_tiles = p.kv_num_heads * kernel.row_chunks(self.spec, p.group_size)
-        span = p.kv_len_bound
-        if p.has_window and not (shares_tokens and (p.has_query_positions or not p.is_causal)):
-            span = min(span, p.local_window_size + (self.spec.tile_rows if shares_tokens else 0))
         size = FORCED_SPLIT_KEYS or kernel.split_size(
             span, max(1, p.token_count) * self.head_tiles, executor.multiprocessors
         )
         self.splits = SplitPlan(
             p, executor, span, size, self.spec.tile_rows if shares_tokens else 0, starts_at_0=not p.has_window
         )
-        self.merges = 1 < self.splits.count <= MERGED_SPLITS
+        self.merges = 1 < self.splits.count <= kernel.MERGED_SPLITS
         self.prologue = Prologue(p, executor, row_tiles * self.head_tiles if self.merges else 0)
         self._finished_at = aligned(self.prologue.workspace_bytes)
         self._partials_at = aligned(self._finished_at + 4 * row_tiles * self.head_tiles * self.merges)

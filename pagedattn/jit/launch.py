@@ -166,8 +166,12 @@ class CudaExecutor:
 
     def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
         """Check launches and lay them out for the driver; see :meth:`Executor.prepare`."""
-        # The modules are kept with what runs their code.
-        ready = [(_ready(launch, stream), launch.function) for launch in launches if 0 not in launch.grid]
+        # The modules are kept with what runs their code. What lies ahead of the first launch is not ours, so that one
+        # starts when all of it has ended: kernels read lengths and block tables before they wait.
+        ready = [
+            (_ready(launch, stream, launch.function.overlaps and place > 0), launch.function)
+            for place, launch in enumerate(launch for launch in launches if 0 not in launch.grid)
+        ]
 
         def issue() -> None:
             for launch, _ in ready:
@@ -183,7 +187,7 @@ class CudaExecutor:
             self.prepare([Launch(function, grid, block, shared_bytes, params)], self._api.current_stream())()
 
 
-def _ready(launch: Launch, stream: int) -> driver.ReadyLaunch:
+def _ready(launch: Launch, stream: int, overlaps: bool) -> driver.ReadyLaunch:
     function, grid, block, shared_bytes, params = launch
     if not all(0 < extent <= most for extent, most in zip(grid, MAX_GRID, strict=True)):
         raise UnsupportedError(
@@ -191,9 +195,7 @@ def _ready(launch: Launch, stream: int) -> driver.ReadyLaunch:
         )
     if len(params) > MAX_PARAMS_BYTES:
         raise ValueError(f"{function.name}: {len(params)} bytes of parameters, the limit is {MAX_PARAMS_BYTES}")
-    return driver.ReadyLaunch(
-        function.name, function.pointer, grid, block, shared_bytes, params, stream, function.overlaps
-    )
+    return driver.ReadyLaunch(function.name, function.pointer, grid, block, shared_bytes, params, stream, overlaps)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import params
 from pagedattn.jit.spec import Spec
-from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div
+from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, round_up
 
 WARPS = 4
 
@@ -36,21 +36,21 @@ PARAMS = params(
 
 
 def threads(spec: CombineSpec) -> int:
-    """Threads of a CTA: a warp per head."""
+    """Threads of a CTA."""
     return 32 * WARPS
 
 
 def shared_bytes(spec: CombineSpec) -> int:
-    """None."""
-    return 0
+    """Sums of each warp."""
+    return WARPS * 4 * (round_up(spec.v_head_size, 2) + 1)
 
 
 def grid(token_count: int, num_heads: int) -> tuple[int, int, int]:
     """CTAs of a launch."""
-    return token_count * ceil_div(num_heads, WARPS), 1, 1
+    return token_count * num_heads, 1, 1
 
 
-KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes)
+KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes, waits_itself=True)
 
 
 def launch(
@@ -61,7 +61,7 @@ def launch(
     packed: bytes,
 ) -> Launch:
     """Launch of what ``executor.load(KERNEL, spec)`` returned; needless when the producer had one split."""
-    return Launch(function, grid(token_count, num_heads), threads(spec), 0, packed)
+    return Launch(function, grid(token_count, num_heads), threads(spec), shared_bytes(spec), packed)
 
 
 def smoke_specs() -> Iterator[CombineSpec]:

@@ -26,6 +26,7 @@ from pagedattn.kernels.layouts import (
 MAX_HEAD_SIZE = 256
 ROW_TILE = 8
 MAX_ROWS = 32
+ANY_SPAN = 1 << 31  # keys
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ PARAMS = params(
 # (warps, CTAs of a multiprocessor, keys of a tile, units of a ring), best first; the first that fits is taken. They
 # depend on the cache alone, so that a row's result does not depend on how many rows share its tile.
 SHAPES = (
+    (4, 4, 32, 4),
     (4, 2, 32, 8),
     (4, 2, 32, 5),
     (4, 2, 32, 4),
@@ -81,6 +83,9 @@ SHAPES = (
 )
 # What the system keeps of a multiprocessor's shared memory for each CTA, and has beyond what one CTA may use.
 RESERVED_BYTES = 1 << 10
+MAX_SPLIT_KEYS = 8192
+MERGED_SPLITS = 8  # `kMergedSplits`: up to so many are merged by the CTA that finishes last
+MAX_CTAS = 4  # of a multiprocessor: more would not leave a thread the registers it needs
 
 
 def threads(spec: DecodeSpec) -> int:
@@ -95,11 +100,12 @@ def column_tile(cache: DType, head_size: int) -> tuple[int, int]:
 
 
 def shared_bytes(spec: DecodeSpec) -> int:
-    """Queries and rings of the main loop, or the rows of all warps while they merge, whichever is more."""
+    """What the end needs, then queries and rings of the main loop or the rows of all warps, whichever is more."""
     stride, padded = column_tile(spec.cache, spec.head_size)
+    kept = 64 + 4 * spec.tile_rows + (4 * padded if spec.cache.is_quantized else 0)
     rings = spec.warps * spec.units * spec.tile_keys * stride
     merge = spec.warps * spec.tile_rows * (4 * (padded + 4) + 8)
-    return max(spec.tile_rows * (2 * padded + 24) + 64 + rings, merge)
+    return kept + max(spec.tile_rows * (2 * padded + 24) + rings, merge)
 
 
 def max_row_tiles(cache: DType, head_size: int) -> int:
@@ -116,8 +122,12 @@ def choose(
     shared_limit: int,
     has_rules: bool = False,
     shares_tokens: bool = False,
+    span: int = ANY_SPAN,
 ) -> DecodeSpec:
-    """Spec for ``rows`` query rows that share keys; ``shared_limit`` is the shared memory that a CTA may have."""
+    """Spec for ``rows`` query rows that share keys.
+
+    ``shared_limit`` is the shared memory that a CTA may have; a window leaves a token no more than ``span`` keys.
+    """
     most = max_row_tiles(cache, head_size)
     row_tiles = next((n for n in (1, 2, 4) if n <= most and ROW_TILE * n >= rows), most)
 
@@ -130,8 +140,14 @@ def choose(
         return need <= shared_limit and ctas * (need + RESERVED_BYTES) <= shared_limit + RESERVED_BYTES
 
     shape = next(shape for shape in SHAPES if fits(shape, 1, shape[1]) and fits(shape, most, 1))
-    ctas = next(n for n in range(shape[1], 0, -1) if fits(shape, row_tiles, n))
-    return spec(shape, row_tiles, ctas)
+    warps, ctas, tile_keys, units = shape
+    # A ring that a short span cannot fill makes room for more CTAs.
+    short = 2 * max(1, span // (warps * tile_keys))
+    if short < units:
+        shape, ctas = (warps, ctas, tile_keys, short), MAX_CTAS
+    if row_tiles > 1:  # whose registers are many
+        ctas = min(ctas, 2)
+    return spec(shape, row_tiles, next(n for n in range(ctas, 0, -1) if fits(shape, row_tiles, n)))
 
 
 def row_chunks(spec: DecodeSpec, group_size: int) -> int:
@@ -154,7 +170,7 @@ def grid(
     return tiles * split_count * kv_num_heads * row_chunks(spec, group_size), 1, 1
 
 
-KERNEL = Kernel("decode_split_kv", DecodeSpec, PARAMS, threads, shared_bytes)
+KERNEL = Kernel("decode_split_kv", DecodeSpec, PARAMS, threads, shared_bytes, waits_itself=True)
 
 
 def launch(
@@ -185,9 +201,9 @@ def split_size(kv_len_bound: int, ctas_per_split: int, multiprocessors: int) -> 
         CTAs that one split of every token makes: ``token_count * kv_num_heads * row chunks``.
     multiprocessors : int
     """
-    wanted = ceil_div(4 * multiprocessors, ctas_per_split)
-    size = round_up(ceil_div(kv_len_bound, wanted), 64)
-    return max(256, min(size, 4096))
+    wanted = max(1, 2 * multiprocessors // ctas_per_split)
+    size = round_up(ceil_div(kv_len_bound, wanted), 128)
+    return max(256, min(size, MAX_SPLIT_KEYS))
 
 
 def smoke_specs() -> Iterator[DecodeSpec]:
@@ -199,5 +215,6 @@ def smoke_specs() -> Iterator[DecodeSpec]:
     for cache in (dtypes.FLOAT16, dtypes.INT8, dtypes.FLOAT8E4M3FN, dtypes.INT4):
         yield choose(dtypes.FLOAT16, cache, 64, 16, small, has_rules=True)
     yield choose(dtypes.FLOAT16, dtypes.FLOAT16, 8, 1, small)
+    yield choose(dtypes.BFLOAT16, dtypes.BFLOAT16, 64, 8, big, span=128)
     yield choose(dtypes.BFLOAT16, dtypes.BFLOAT16, 256, 16, small)
     yield choose(dtypes.BFLOAT16, dtypes.INT4, 72, 5, small, has_rules=True, shares_tokens=True)

@@ -115,12 +115,29 @@ template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
     }
   }
 
-  // Channel of element `i` (0..3) of the B operand of a lane in q . k.
-  static __device__ __forceinline__ int key_channel(int step, int lane, int i) {
-    const int t = lane % 4;
-    if constexpr (Cache == DType::i4) return 32 * (step / 2) + 8 * t + 2 * (step % 2) + i / 2 + 4 * (i % 2);
-    if constexpr (kCodes) return 16 * step + 4 * t + i;
-    return 16 * step + 2 * t + i % 2 + 8 * (i / 2);
+  // Stores channels [8 vector, 8 vector + 8) of query row `row` as B operands of q . k: [row tile][step][lane] of four elements.
+  static __device__ __forceinline__ void store_query(unsigned char* s_query, int row, int vector, const float (&x)[8]) {
+    const auto place = [&](int step, int t) {
+      return reinterpret_cast<uint32_t*>(s_query + 8 * ((row / 8 * Tile::kSteps + step) * kWarpSize + 4 * (row % 8) + t));
+    };
+    if constexpr (Cache == DType::i4) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        uint32_t* s_lane = place(2 * (vector / 4) + s, vector % 4);
+        s_lane[0] = ptx::pack_2<Math>(x[2 * s], x[2 * s + 4]);
+        s_lane[1] = ptx::pack_2<Math>(x[2 * s + 1], x[2 * s + 5]);
+      }
+    } else if constexpr (kCodes) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        uint32_t* s_lane = place(vector / 2, 2 * (vector % 2) + j);
+        s_lane[0] = ptx::pack_2<Math>(x[4 * j], x[4 * j + 1]);
+        s_lane[1] = ptx::pack_2<Math>(x[4 * j + 2], x[4 * j + 3]);
+      }
+    } else {
+#pragma unroll
+      for (int t = 0; t < 4; ++t) place(vector / 2, t)[vector % 2] = ptx::pack_2<Math>(x[2 * t], x[2 * t + 1]);
+    }
   }
 
   // Channel of this lane's rows g (`half` 0) and g + 8 (`half` 1) of output^T.
@@ -132,75 +149,79 @@ template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
   }
 };
 
-// Writes the query rows as B operands of q . k, [row tile][step][lane] of four elements, to `s_query`. `row_of(r)` is the
-// address of row r, or null for a row of zeros.
+// Writes the query rows to `s_query` (KeyFragments::store_query). `row_of(r)` is the address of row r, or null for zeros.
 //
 // Rows for a quantized cache become float16: q times the key scale per channel, relative to the largest of them, divided by a
 // power of two that brings the row's largest channel near 2^13. So every finite row fits, and what is lost lies 2^37 below its
 // largest channel. `s_factor` gets those powers and, kRows further on, the scale that is left to multiply by.
-// All threads call it; everything is there after a barrier.
+// All threads call it; everything is there after a barrier. A CTA waits for these loads, so all of them are in flight at once.
 template <class F, int kRows, int kHeadSize, int kThreads, class RowOf>
 __device__ __forceinline__ void load_query_fragments(unsigned char* s_query, float* s_factor, const KvCache& keys, int kv_head,
                                                      const RowOf& row_of) {
   using Io = typename F::Io;
-  constexpr int kSteps = F::Tile::kSteps;
-  const int lane = threadIdx.x % kWarpSize;
+  constexpr int kVectors = F::Tile::kPadded / 8;
+  constexpr int kLanes = kVectors > 16 ? 32 : kVectors > 8 ? 16 : kVectors > 4 ? 8 : kVectors > 2 ? 4 : 2;  // side by side on a row
+  constexpr int kRowsAtOnce = kThreads / kLanes;
+  constexpr int kRounds = ceil_div(kRows, kRowsAtOnce);
+  static_assert(kVectors <= 32, "a lane holds one vector of a row");
+  const int vector = threadIdx.x % kLanes;
+  const int channel = 8 * vector;
+  const bool exists = channel < kHeadSize;
+
+  Vector16 words[kRounds] = {};
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    const int row = r * kRowsAtOnce + static_cast<int>(threadIdx.x) / kLanes;
+    const Io* g_row = row < kRows ? static_cast<const Io*>(row_of(row)) : nullptr;
+    if (g_row != nullptr && exists) words[r] = load_8(g_row + channel);
+  }
+  float scale[8] = {};  // of the channels, relative to the largest of all
   float top_scale = 1.0f;
-  bool per_channel = false;
-  if constexpr (F::kCodes) {
-    per_channel = keys.scale_channel_stride != 0;
-    if (per_channel) {
-      top_scale = 0.0f;
-      for (int c = lane; c < kHeadSize; c += kWarpSize) top_scale = fmaxf(top_scale, fabsf(scale_of<F::kCache>(keys, kv_head, c)));
-      top_scale = group_max<kWarpSize>(top_scale);
-      if (top_scale == 0.0f) top_scale = 1.0f;
+  const bool per_channel = F::kCodes && keys.scale_channel_stride != 0;
+  if (per_channel) {
+    top_scale = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      scale[j] = exists ? scale_of<F::kCache>(keys, kv_head, channel + j) : 0.0f;
+      top_scale = fmaxf(top_scale, fabsf(scale[j]));
     }
+    top_scale = group_max<kLanes>(top_scale);
+    if (top_scale == 0.0f) top_scale = 1.0f;
+    const float inverse_scale = 1.0f / top_scale;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) scale[j] *= inverse_scale;
+  } else if constexpr (F::kCodes) {
+    top_scale = scale_of<F::kCache>(keys, kv_head, 0);
   }
-  const float inverse_scale = 1.0f / top_scale;
-  const auto element = [&](const Io* g_row, int channel) {
-    const float x = to_float(g_row[channel]);
-    return per_channel ? x * (scale_of<F::kCache>(keys, kv_head, channel) * inverse_scale) : x;
-  };
-  if constexpr (F::kCodes) {
-    const float scale = per_channel ? top_scale : scale_of<F::kCache>(keys, kv_head, 0);
-    for (int row = threadIdx.x / kWarpSize; row < kRows; row += kThreads / kWarpSize) {
-      const Io* g_row = static_cast<const Io*>(row_of(row));
-      float top = 0.0f;
-      if (g_row != nullptr) {
-        for (int c = lane; c < kHeadSize; c += kWarpSize) {
-          const float x = fabsf(element(g_row, c));
-          if (x < -negative_infinity()) top = fmaxf(top, x);
-        }
-      }
-      top = group_max<kWarpSize>(top);
-      // 2^k with top / 2^k in [2^13, 2^14); k in a range where 2^k and 2^-k are normal.
-      const int exponent = max_of(-100, min_of(100, static_cast<int>(__float_as_uint(top) >> 23) - 127 - 13));
-      if (lane == 0) {
-        s_factor[row] = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
-        s_factor[kRows + row] = scale;
-      }
-    }
-    __syncthreads();  // the factors are visible
-  }
-  for (int i = threadIdx.x; i < kRows / 8 * kSteps * kWarpSize; i += kThreads) {
-    const int slot = i % kWarpSize;
-    const int step = i / kWarpSize % kSteps;
-    const int row = i / kWarpSize / kSteps * 8 + slot / 4;
-    const Io* g_row = static_cast<const Io*>(row_of(row));
-    float x[4];
+
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    const int row = r * kRowsAtOnce + static_cast<int>(threadIdx.x) / kLanes;
+    float x[8];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int channel = F::key_channel(step, slot, j);
-      x[j] = g_row != nullptr && channel < kHeadSize ? element(g_row, channel) : 0.0f;
+      x[2 * j] = low_of<Io>(words[r].word[j]);
+      x[2 * j + 1] = high_of<Io>(words[r].word[j]);
     }
     if constexpr (F::kCodes) {
-      const float inverse = 1.0f / s_factor[row];
+      float top = 0.0f;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] *= inverse;
+      for (int j = 0; j < 8; ++j) {
+        if (per_channel) x[j] *= scale[j];
+        const float size = fabsf(x[j]);
+        if (size < -negative_infinity()) top = fmaxf(top, size);
+      }
+      top = group_max<kLanes>(top);
+      // 2^k with top / 2^k in [2^13, 2^14); k in a range where 2^k and 2^-k are normal.
+      const int exponent = max_of(-100, min_of(100, static_cast<int>(__float_as_uint(top) >> 23) - 127 - 13));
+      const float inverse = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[j] *= inverse;
+      if (vector == 0 && row < kRows) {
+        s_factor[row] = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+        s_factor[kRows + row] = top_scale;
+      }
     }
-    uint2 both;
-    both.x = ptx::pack_2<typename F::Math>(x[0], x[1]);
-    both.y = ptx::pack_2<typename F::Math>(x[2], x[3]);
-    *reinterpret_cast<uint2*>(s_query + 8 * i) = both;
+    if (row < kRows && vector < kVectors) F::store_query(s_query, row, vector, x);
   }
 }

@@ -55,17 +55,16 @@ template <class Start> __device__ __forceinline__ int find_last_start(int count,
   return first;
 }
 
-// Index b with cumulative_sequence_length[b] <= token < [b + 1], if there is one; else some index in [0, batch_size).
-__device__ __forceinline__ int find_sequence(const SequenceTable& table, int token) {
-  const int* g_offsets = table.cumulative_sequence_length;
-  // In plain decode token t is sequence t; asking that first saves the dependent loads of the search.
-  if (token < table.batch_size && g_offsets[token] <= token && token < g_offsets[token + 1]) return token;
-  return find_last_start(table.batch_size, token, [&](int index) { return static_cast<int64_t>(g_offsets[index]); });
-}
-
 // The sequence of a token, inactive when no sequence owns it (a padding row). All lanes of a warp call it together.
 __device__ __forceinline__ Sequence sequence_of_token(const SequenceTable& table, int token, int64_t capacity) {
-  Sequence s = read_sequence(table, find_sequence(table, token), capacity);
+  // In plain decode token t is sequence t; asking that first saves the dependent loads of the search.
+  if (token < table.batch_size) {
+    const Sequence s = read_sequence(table, token, capacity);
+    if (s.begin <= token && token - s.begin < s.q_len) return s;
+  }
+  const int* g_offsets = table.cumulative_sequence_length;
+  const int index = find_last_start(table.batch_size, token, [&](int i) { return static_cast<int64_t>(g_offsets[i]); });
+  Sequence s = read_sequence(table, index, capacity);
   if (token < s.begin || token - s.begin >= s.q_len) s.q_len = 0;
   return s;
 }
