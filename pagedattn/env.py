@@ -42,7 +42,10 @@ class Variable:
 
     def flag(self) -> bool:
         """Value as a switch: ``1 true on yes`` or ``0 false off no``, in any case; off when unset."""
-        value = _value(self.name).strip().lower()
+        value = _value(self.name)
+        if not value:
+            return False
+        value = value.strip().lower()
         if value in _FALSE:
             return False
         if value in _TRUE:

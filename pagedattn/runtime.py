@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -71,6 +72,12 @@ class HostRuntime:
         return _NOTHING
 
 
+class _Thread(threading.local):
+    """What a thread has done on a device."""
+
+    has_context = False
+
+
 class CudaRuntime:
     """One GPU through CuPy: its memory pool, and the calling thread's current stream."""
 
@@ -80,6 +87,8 @@ class CudaRuntime:
         self._id = device_id
         self._device = self._cupy.cuda.Device(device_id)
         self._current_device = self._cupy.cuda.runtime.getDevice
+        self._set_device = self._cupy.cuda.runtime.setDevice
+        self._thread = _Thread()
         self._current_stream = self._cupy.cuda.get_current_stream
         self.arch = int(self._device.compute_capability)
         self.executor: Executor[Any] = cuda_executor(device_id)
@@ -97,13 +106,19 @@ class CudaRuntime:
         return int(buffer.ptr)
 
     def active(self, stream: int | None = None) -> AbstractContextManager[Any]:
-        if self._current_device() == self._id and (stream is None or stream == self._current_stream().ptr):
+        if (
+            self._thread.has_context
+            and self._current_device() == self._id
+            and (stream is None or stream == self._current_stream().ptr)
+        ):
             return _NOTHING
         return self._made_current(stream)
 
     @contextmanager
     def _made_current(self, stream: int | None) -> Iterator[None]:
         with self._device, _NOTHING if stream is None else self._cupy.cuda.ExternalStream(stream, self._id):
+            self._set_device(self._id)  # binds the device's context to this thread, which the driver's calls need
+            self._thread.has_context = True
             yield
 
 

@@ -174,10 +174,11 @@ class FakeDevice:
 
 def test_the_device_of_the_arrays_is_current_while_they_are_used(monkeypatch):
     """Whichever device the caller has, before and after; an error restores it as well."""
+    made_current = []
     fake = SimpleNamespace(
         cuda=SimpleNamespace(
             Device=FakeDevice,
-            runtime=SimpleNamespace(getDevice=lambda: FakeDevice.current),
+            runtime=SimpleNamespace(getDevice=lambda: FakeDevice.current, setDevice=made_current.append),
             get_current_stream=lambda: None,
         )
     )
@@ -196,6 +197,7 @@ def test_the_device_of_the_arrays_is_current_while_they_are_used(monkeypatch):
         with pytest.raises(KeyError), second.active():
             raise KeyError
         assert FakeDevice.current == 0
+    assert set(made_current) == {0, 1}  # a thread has a context of its own on each
 
 
 # ---- compiling

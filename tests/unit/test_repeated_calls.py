@@ -1,0 +1,296 @@
+"""What is kept from call to call, over a device that runs nothing: kinds of calls, and launches by their addresses."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pagedattn import Float8View, PagedAttention, api
+from pagedattn import runtime as runtimes
+from pagedattn.errors import InvalidArgumentError
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class ndarray:
+    """An array on a GPU, as far as a call looks at it."""
+
+    def __init__(self, pointer, shape, dtype=np.float16, strides=None, device=0):
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        dense = np.empty(shape, np.int8).strides
+        self.strides = tuple(stride * self.dtype.itemsize for stride in dense) if strides is None else strides
+        self.data = SimpleNamespace(ptr=pointer, device_id=device)
+
+
+ndarray.__module__ = "cupy"
+
+
+class Executor:
+    """Loads nothing, notes what is prepared and what is issued."""
+
+    arch, max_shared_bytes, multiprocessors = "sm_80", 163 << 10, 108
+
+    def __init__(self):
+        self.prepared, self.issued = [], []
+
+    def load(self, kernel, spec):
+        return kernel.stem, spec
+
+    def prepare(self, launches, stream):
+        launches = (stream, tuple(launches))
+        self.prepared.append(launches)
+        return lambda: self.issued.append(launches)
+
+
+class Device:
+    """A runtime without a GPU; the stream is the test's to choose."""
+
+    arch = 80
+
+    def __init__(self):
+        self.executor, self.current, self.taken = Executor(), 7, 1 << 50
+
+    def stream(self):
+        return self.current
+
+    def is_capturing(self):
+        return False
+
+    def allocate(self, size):
+        self.taken += 1 << 30
+        return self.taken
+
+    def address(self, buffer):
+        return buffer
+
+    def active(self, stream=None):
+        return nullcontext()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    fake = Device()
+    monkeypatch.setattr(runtimes, "cuda_runtime", lambda device_id: fake)
+    return fake
+
+
+@pytest.fixture
+def validations(monkeypatch):
+    """A list that grows with each validation of a call."""
+    count = []
+    real = api.validate
+    monkeypatch.setattr(api, "validate", lambda *args, **more: count.append(1) or real(*args, **more))
+    return count
+
+
+def arrays(base=1 << 44, **changes):
+    """A decode step with RoPE, whose rotated query takes a workspace: 4 query heads, 2 key heads of 64."""
+    shapes = {
+        "query": ((3, 256), np.float16),
+        "key": ((3, 128), np.float16),
+        "value": ((3, 128), np.float16),
+        "key_cache": ((8, 16, 2, 64), np.float16),
+        "value_cache": ((8, 16, 2, 64), np.float16),
+        "cumulative_sequence_length": ((4,), np.int32),
+        "past_seqlens": ((3,), np.int32),
+        "block_table": ((3, 4), np.int32),
+        "cos_cache": ((64, 32), np.float16),
+        "sin_cache": ((64, 32), np.float16),
+        "out": ((3, 256), np.float16),
+    }
+    given = {name: ndarray(base + (i << 24), *shape) for i, (name, shape) in enumerate(shapes.items())}
+    return {**given, **changes}
+
+
+def operator(**attributes):
+    return PagedAttention(num_heads=4, kv_num_heads=2, do_rotary=1, **attributes)
+
+
+def test_the_same_call_is_checked_and_packed_once(device, validations):
+    paged = operator()
+    for _ in range(3):
+        paged(**arrays())
+    assert (len(validations), len(device.executor.prepared), len(device.executor.issued)) == (1, 1, 3)
+    assert len(set(device.executor.issued)) == 1
+    assert [launch.function[0] for launch in device.executor.issued[0][1]][:1] == ["write_cache"]
+
+
+def test_other_addresses_are_packed_anew_and_nothing_else(device, validations):
+    paged = operator()
+    for base in (1 << 44, 1 << 45, 1 << 44, 1 << 45):
+        paged(**arrays(base))
+    assert (len(validations), len(device.executor.prepared)) == (1, 2)
+    first, second, *again = device.executor.issued
+    assert first != second
+    assert again == [first, second]
+    fresh = operator()
+    fresh(**arrays(1 << 45))
+    # But for the workspace, which is the operator's own.
+    attention, attention_of_fresh = (launches[1][1] for launches in (second, device.executor.issued[-1]))
+    assert attention._replace(params=b"") == attention_of_fresh._replace(params=b"")
+    assert (1 << 45).to_bytes(8, "little") in second[1][0].params
+    assert (1 << 44).to_bytes(8, "little") not in second[1][0].params
+
+
+@pytest.mark.parametrize("name", sorted(arrays()))
+def test_the_address_of_every_array_counts(device, name):
+    paged = operator()
+    paged(**arrays())
+    moved = ndarray(1 << 46, arrays()[name].shape, arrays()[name].dtype)
+    paged(**arrays(**{name: moved}))
+    params = b"".join(launch.params for launch in device.executor.issued[-1][1])
+    assert (1 << 46).to_bytes(8, "little") in params
+    assert len(device.executor.prepared) == 2
+
+
+WIDER = ndarray(1 << 46, (3, 256), strides=(1024, 2))
+CHANGES = {
+    "rows further apart": {"query": WIDER},
+    "rows of the output further apart": {"out": WIDER},
+    "a cache of another layout": {
+        "key_cache": ndarray(1 << 46, (8, 16, 2, 64), strides=(4096, 128, 2048, 2)),
+    },
+    "more blocks": {"key_cache": ndarray(1 << 46, (9, 16, 2, 64)), "value_cache": ndarray(1 << 47, (9, 16, 2, 64))},
+    "blocks of one cache": {"key_cache": ndarray(1 << 46, (9, 16, 2, 64))},
+    "type of one input": {"query": ndarray(1 << 46, (3, 256), BFLOAT16)},
+    "type of a table": {"block_table": ndarray(1 << 46, (3, 4), np.int64)},
+    "another device": {"key": ndarray(1 << 46, (3, 128), device=1)},
+    "columns apart": {"query": ndarray(1 << 46, (3, 256), strides=(2048, 4))},
+    "strides inside an element": {"key_cache": ndarray(1 << 46, (8, 16, 2, 64), strides=(4097, 256, 128, 2))},
+    "host memory": {"past_seqlens": np.zeros(3, np.int32)},
+    "an input less": {"cos_cache": None},
+    "an input more": {"head_sink": ndarray(1 << 46, (4,))},
+    "bytes as float8": {"key_cache": Float8View(ndarray(1 << 46, (8, 16, 2, 64), np.uint8))},
+    "bounds": {"attention_metadata": np.array([1, 32], np.int32)},
+    "wrong bounds": {"attention_metadata": np.array([1, 32, 3, 4], np.int32)},
+}
+
+
+def outcome(paged, device, given):
+    """Launches of a call but for what they point at, or the refusal."""
+    before = len(device.executor.issued)
+    try:
+        paged(**given)
+    except InvalidArgumentError as error:
+        return str(error)
+    (_, launches), *none = device.executor.issued[before:]
+    assert not none
+    return [launch._replace(params=b"") for launch in launches]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_in_any_static_fact_is_judged_as_if_it_came_first(device, validations, change):
+    given = arrays(**CHANGES[change])
+    want = outcome(operator(), device, given)
+    paged = operator()
+    usual = outcome(paged, device, arrays())
+    seen = len(validations)
+    for _ in range(2):
+        assert outcome(paged, device, given) == want
+        assert outcome(paged, device, arrays()) == usual
+    assert len(validations) == seen + (2 if isinstance(want, str) else 1)
+
+
+def test_bounds_are_read_at_every_call_and_may_come_in_a_new_array(device, validations):
+    paged = operator()
+    kept = []
+    for bound in (32, 32, 48, 32):
+        kept.append(np.array([1, bound], np.int32))
+        paged(**arrays(attention_metadata=kept[-1]))
+    assert (len(validations), len(device.executor.prepared)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out": ndarray((1 << 44) + (3 << 24), (3, 256))}, "expected memory of its own"),
+        ({"value_cache": ndarray((1 << 44) + (3 << 24) + 512, (8, 16, 2, 64))}, "expected memory of its own"),
+        ({"query": ndarray((1 << 44) + 1, (3, 256))}, "expected an address that is a multiple of 2"),
+    ],
+)
+def test_rules_about_addresses_hold_in_a_kind_that_is_known(device, change, message):
+    paged = operator()
+    paged(**arrays())
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=message):
+            paged(**arrays(**change))
+    assert len(device.executor.issued) == 1
+    paged(**arrays())
+    assert device.executor.issued[0] == device.executor.issued[1]
+
+
+def test_output_may_be_the_memory_of_query_in_a_kind_that_is_known(device):
+    paged = operator()
+    given = arrays()
+    paged(**given)
+    paged(**{**given, "out": given["query"]})
+    assert len(device.executor.issued) == 2
+
+
+def test_explain_minds_addresses_too(device):
+    paged = operator()
+    given = {name: x for name, x in arrays().items() if name != "out"}
+    assert paged.explain(**given).row.name == "decode"
+    with pytest.raises(InvalidArgumentError, match="expected memory of its own"):
+        paged.explain(**{**given, "value_cache": given["key_cache"]})
+
+
+def test_launches_belong_to_a_stream(device):
+    paged = operator()
+    for stream in (7, 8, 7, 8):
+        device.current = stream
+        paged(**arrays())
+    assert [stream for stream, _ in device.executor.issued] == [7, 8, 7, 8]
+    assert len(device.executor.prepared) == 2
+    assert device.executor.issued[0][1] != device.executor.issued[1][1]  # each stream has a workspace of its own
+
+
+def test_what_is_kept_is_bounded(device, validations, monkeypatch):
+    monkeypatch.setattr(api, "MAX_ADDRESSES", 4)
+    monkeypatch.setattr(api, "MAX_PLANS", 2)
+    paged = operator()
+    for base in range(1, 10):
+        paged(**arrays(base << 44))
+    assert len(paged._issues) == 4
+    paged(**arrays(9 << 44))
+    assert len(device.executor.prepared) == 9
+    paged(**arrays(1 << 44))  # forgotten
+    assert len(device.executor.prepared) == 10
+    for blocks in range(9, 14):
+        paged(
+            **arrays(key_cache=ndarray(1 << 46, (blocks, 16, 2, 64)), value_cache=ndarray(1 << 47, (blocks, 16, 2, 64)))
+        )
+    assert len(paged._prepared) == 2
+    assert len(validations) == 6
+
+
+def test_threads_share_an_operator_but_no_workspace(device):
+    paged = operator()
+    rounds, interval = 50, sys.getswitchinterval()
+    gate = threading.Barrier(4)
+
+    def run(i):
+        gate.wait()
+        for _ in range(rounds):
+            paged(**arrays((i + 1) << 44))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(run, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    issued = device.executor.issued
+    assert len(issued) == 4 * rounds
+    assert len(set(issued)) == 4
+    by_workspace = {launches[1][0].params for launches in issued}
+    assert len(by_workspace) == 4
+    # The query that attention reads is the workspace: no two threads name the same one.
+    assert len({launches[1][1].params[:8] for launches in issued}) == 4
