@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pagedattn.backends.arguments import Shared, Tensors
-from pagedattn.backends.prologue import Prologue, aligned
+from pagedattn.backends.prologue import Prologue, Rows, aligned
 from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
-from pagedattn.kernels import latent_decode as kernel
+from pagedattn.kernels import latent_decode, latent_decode_sm90
 from pagedattn.problem import Problem
 
-# Keys of a split, instead of the size that `kernel.split_size` chooses; a multiple of 16. Set by tests and tuning.
+# Keys of a split, instead of the size that the kernel's `split_size` chooses; a multiple of 16. Set by tests and
+# tuning, and by who wants a sequence's bits not to depend on the bounds of the call.
 FORCED_SPLIT_KEYS: int | None = None
+
+# Leave Hopper's kernel aside; for tests and comparisons.
+FORCE_SM80 = False
+
+_COUNTER_BYTES = 256
 
 
 def plan(problem: Problem, executor: Executor[Function]) -> LatentPlan:
@@ -19,31 +27,69 @@ def plan(problem: Problem, executor: Executor[Function]) -> LatentPlan:
 
 
 class LatentPlan:
-    """The prologue, `latent_decode`, and `combine_splits` where a tile of rows may have several splits."""
+    """The prologue, the kernel of the architecture, and `combine_splits` where a tile of rows may have several splits.
+
+    On Hopper that is `latent_decode_sm90`, else `latent_decode`. Hopper's reads through the copy engine, which wants
+    rows that start on multiples of 16 bytes; arrays and problems that do not comply take the other one.
+    """
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
-        self.prologue = Prologue(p, executor)
-        rows = p.num_heads * max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
-        self.spec = kernel.choose(
-            p.io_dtype, p.cache_dtype, p.head_size, p.v_head_size, rows, executor.max_shared_bytes
+        takes_hopper = (
+            executor.arch == "sm_90a" and not FORCE_SM80 and latent_decode_sm90.why_not_problem(problem) is None
         )
-        self.function = executor.load(kernel.KERNEL, self.spec)
-        ordered = not p.has_query_positions and p.is_causal
-        span = kernel.key_span(self.spec, p.kv_len_bound, p.local_window_size, p.num_heads, ordered)
-        tiles, _, _ = kernel.grid(self.spec, p.token_count, p.batch_size, p.num_heads, 1)
-        size = FORCED_SPLIT_KEYS or kernel.split_size(span, tiles, executor.multiprocessors)
-        self.splits = SplitPlan(p, executor, span, size, self.spec.tile_rows)
+        self.prologue = Prologue(p, executor, 1) if takes_hopper else Prologue(p, executor)
+        self.hopper = _Hopper(p, executor) if takes_hopper else None
+        self.general = _General(p, executor)
+        if self.hopper is None:
+            self.general.load()
         self._partials_at = aligned(self.prologue.workspace_bytes)
-        self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
+        parts = self.general.splits.workspace_bytes
+        if self.hopper is not None:
+            parts = max(parts, _COUNTER_BYTES + self.hopper.splits.workspace_bytes)
+        self.workspace_bytes = self._partials_at + parts
 
     def launches(self, tensors: Tensors, workspace: int) -> list[Launch]:
         """Launches of a call; see `pagedattn.backends.base.Plan`."""
-        p = self.problem
-        shared = Shared(p, tensors)
+        shared = Shared(self.problem, tensors)
+        at = workspace + self._partials_at
         query = self.prologue.query(tensors, workspace)
-        partials = self.splits.partials(workspace + self._partials_at)
-        packed = kernel.PARAMS.pack(
+        if self.hopper is None:
+            return [self.prologue.launch(tensors, shared, workspace), *self.general.launches(query, shared, at)]
+        if latent_decode_sm90.why_not_tensors(query, tensors["key_cache"]) is None:
+            attention = self.hopper.launches(query, tensors, shared, at)
+        else:
+            attention = self.general.launches(query, shared, at)
+        return [self.prologue.launch(tensors, shared, workspace, at), *attention]
+
+
+class _General:
+    """`latent_decode`, which runs everywhere and on everything."""
+
+    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
+        p = self.problem = problem
+        self.executor = executor
+        rows = p.num_heads * max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
+        self.spec = latent_decode.choose(
+            p.io_dtype, p.cache_dtype, p.head_size, p.v_head_size, rows, executor.max_shared_bytes
+        )
+        ordered = not p.has_query_positions and p.is_causal
+        span = latent_decode.key_span(self.spec, p.kv_len_bound, p.local_window_size, p.num_heads, ordered)
+        tiles, _, _ = latent_decode.grid(self.spec, p.token_count, p.batch_size, p.num_heads, 1)
+        size = FORCED_SPLIT_KEYS or latent_decode.split_size(span, tiles, executor.multiprocessors)
+        self.splits = SplitPlan(p, executor, span, size, self.spec.tile_rows)
+        self.function: Any = None
+
+    def load(self) -> None:
+        """Compile it; whoever may not need it does so late."""
+        self.function = self.executor.load(latent_decode.KERNEL, self.spec)
+
+    def launches(self, query: Rows, shared: Shared, workspace: int) -> list[Launch]:
+        p = self.problem
+        if self.function is None:
+            self.load()
+        partials = self.splits.partials(workspace)
+        packed = latent_decode.PARAMS.pack(
             query=query.pointer,
             query_stride=query.stride,
             sequences=shared.sequences,
@@ -53,7 +99,7 @@ class LatentPlan:
             out=shared.out,
             partials=partials,
         )
-        attention = kernel.launch(
+        attention = latent_decode.launch(
             self.function,
             self.spec,
             p.token_count,
@@ -62,4 +108,31 @@ class LatentPlan:
             self.splits.count,
             packed,
         )
-        return [self.prologue.launch(tensors, shared, workspace), attention, *self.splits.combine(shared, partials)]
+        return [attention, *self.splits.combine(shared, partials)]
+
+
+class _Hopper:
+    """`latent_decode_sm90`; its workspace starts with the counter of its work, which the prologue sets to 0."""
+
+    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
+        self.kernel = latent_decode_sm90.LatentSm90Kernel(problem, executor)
+        size = FORCED_SPLIT_KEYS or self.kernel.split_size
+        self.splits = SplitPlan(
+            problem, executor, self.kernel.span, size, latent_decode_sm90.ROWS, self.kernel.starts_at_0
+        )
+
+    def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
+        partials = self.splits.partials(workspace + _COUNTER_BYTES)
+        attention = self.kernel.launch(
+            query,
+            tensors["key_cache"],
+            shared.sequences,
+            shared.blocks,
+            shared.key_cache,
+            shared.rules,
+            shared.out,
+            partials,
+            self.splits.count,
+            workspace,
+        )
+        return [attention, *self.splits.combine(shared, partials)]

@@ -9,7 +9,7 @@ import pytest
 
 from pagedattn.dtypes import BFLOAT16, FLOAT16
 
-from .scene import CACHES, Scene, assert_close, assert_same_bytes
+from .scene import CACHES, Scene, assert_close, assert_same_bytes, expected
 
 # Head and value sizes; the first is that of the models that have such a cache.
 SIZES = [(576, 512), (320, 256), (72, 64), (40, 16), (64, 64)]
@@ -185,6 +185,27 @@ def test_junk_behind_a_latent_sequence_does_not_leak(latent_target, io, unused, 
     for length in (1, 16, 33, 65):
         scene = latent([length, 3], num_heads=2, io=io, unused=unused, seed=length)
         latent_target.check(scene.call([length - 1, 2]))
+
+
+@pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("hidden_by", ["window", "causality", "positions"])
+def test_junk_that_some_tokens_see_does_not_leak_to_others(latent_target, what, hidden_by, splits):
+    """All tokens of a sequence share a tile of rows, and the product with a value that is no number is none."""
+    if hidden_by == "window":
+        bad, rows, changes = np.array([6, 7]), [2, 3, 4], {"local_window_size": 30}
+    elif hidden_by == "causality":
+        bad, rows, changes = np.array([38, 39]), [0, 1, 2], {}
+    else:
+        bad, rows = np.array([39]), [0, 2, 3, 4]
+        changes = {"query_positions": np.array([35, 39, 36, 37, 38], np.int32)}
+    scene = latent([40], num_heads=4)
+    call = scene.call([35]).change(**changes)
+    clean = expected(call).output
+    new, cache = call["key"].copy(), call["key_cache"].copy()
+    new[bad[bad >= 35] - 35] = what
+    cache.reshape(-1, 1, 576)[scene.slots(0, bad[bad < 35])] = what
+    outcome = latent_target.run(call.change(key=new, key_cache=cache))
+    assert_close(outcome.output[rows], clean[rows], FLOAT16)
 
 
 def test_latent_rows_that_see_nothing_are_zero(latent_target, splits):

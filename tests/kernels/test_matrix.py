@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 import pagedattn
 from pagedattn import support
 from pagedattn.arrays import NUMPY
-from pagedattn.backends import flash_prefill
+from pagedattn.backends import flash_prefill, latent_mla
 from pagedattn.dtypes import BY_NAME
 from pagedattn.validate import validate
 from tests.emulator import toolchain
@@ -82,10 +83,13 @@ def test_backend_is_right_or_refuses(target: Target, case: Case) -> None:
 @pytest.mark.skipif(
     not any(t.on_gpu and t.arch == 90 for t in TARGETS), reason="needs a Hopper GPU, which has two kernels"
 )
+@pytest.mark.parametrize(("backend", "module"), [("flash", flash_prefill), ("latent", latent_mla)])
 @pytest.mark.parametrize("case", [case for case in SMOKE + CORNER + grid() + sizes() if case.io != "float32"], ids=str)
-def test_flash_without_hopper_is_right_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_prefill, "FORCE_SM80", True)
-    check_backend(next(t for t in TARGETS if t.on_gpu and t.backend == "flash"), case)
+def test_it_is_right_without_hopper_too(
+    case: Case, backend: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORCE_SM80", True)
+    check_backend(next(t for t in TARGETS if t.on_gpu and t.backend == backend), case)
 
 
 def check_backend(target: Target, case: Case) -> None:

@@ -26,11 +26,10 @@ struct RowTile {
   __device__ int last_token() const { return token_in_sequence(rows - 1); }
 };
 
-// Finds tile number `number`. All lanes of a warp call it together.
-__device__ __forceinline__ RowTile find_row_tile(const SequenceTable& table, int number, int tile_rows, int group_size, int64_t capacity) {
+// Tile `own` of sequence b; b = batch_size stands for the padding tokens after the last sequence.
+__device__ __forceinline__ RowTile row_tile_of(const SequenceTable& table, int b, int own, int tile_rows, int group_size,
+                                               int64_t capacity) {
   const int* g_offsets = table.cumulative_sequence_length;
-  const auto start = [&](int b) { return static_cast<int64_t>(g_offsets[b]) * group_size / tile_rows + b; };
-  const int b = find_last_start(table.batch_size + 1, number, start);
   RowTile tile;
   int tokens;
   if (b < table.batch_size) {
@@ -41,15 +40,22 @@ __device__ __forceinline__ RowTile find_row_tile(const SequenceTable& table, int
     tokens = table.token_count - tile.sequence.begin;
   }
   const int64_t rows = static_cast<int64_t>(tokens) * group_size;
-  const int64_t first_row = (number - start(b)) * tile_rows;
+  const int64_t first_row = static_cast<int64_t>(own) * tile_rows;
   tile.group_size = group_size;
   tile.rows = first_row < 0 || first_row >= rows ? 0 : rows - first_row < tile_rows ? static_cast<int>(rows - first_row) : tile_rows;
   // first_row / group_size and its remainder, in 32 bits.
-  const int own = static_cast<int>(number - start(b));
   const int part = own % group_size * tile_rows;
   tile.first_token = own / group_size * tile_rows + part / group_size;
   tile.first_head = part % group_size;
   return tile;
+}
+
+// Finds tile number `number`. All lanes of a warp call it together.
+__device__ __forceinline__ RowTile find_row_tile(const SequenceTable& table, int number, int tile_rows, int group_size, int64_t capacity) {
+  const int* g_offsets = table.cumulative_sequence_length;
+  const auto start = [&](int b) { return static_cast<int64_t>(g_offsets[b]) * group_size / tile_rows + b; };
+  const int b = find_last_start(table.batch_size + 1, number, start);
+  return row_tile_of(table, b, static_cast<int>(number - start(b)), tile_rows, group_size, capacity);
 }
 
 struct TileKeys {

@@ -1,0 +1,755 @@
+// latent_decode_sm90.cu: attention over a LATENT cache on Hopper's tensor cores. One row of 576 channels is the key of every
+// head, and its first 512 channels are the value; a tile of 64 of them is brought once and serves both products.
+//
+//   grid    x: CTAs that stay, and take a piece of work whenever they have finished one
+//   work    (row tile, split of its keys): whole splits first, then the last splits of sequences, the longer half before the rest
+//   CTA     warp 0 finds work, warps 1 and 2 load tiles, warp 3 leaves; two warpgroups compute, each for half of the channels
+//   reads   query once a split; each latent row that some token of the tile admits once a row tile
+//   writes  output and lse where the tile has one split or none; else acc and lse of this split (combine_splits.cu)
+//   smem    | queries: 64 rows | tile of warpgroup 0 | tile of warpgroup 1 | barriers, Work |
+//
+// Warpgroup w computes the weights of every second tile, those that lie in its buffer, and the output channels of half w from all
+// tiles, so each tile's weights go from one warpgroup to the other, thread to thread, through the rope channels of the tile,
+// which nobody reads any more. One warpgroup leads by the time of its softmax, so that the tensor cores are never without work:
+//
+//   warpgroup 0   q.K0 | softmax0 |      | p0.V0 | p1.V1 | q.K2 ...           half 0 of V
+//   warpgroup 1        | q.K1            | p0.V0 | softmax1 | p1.V1 | q.K3    half 1 of V
+//
+// The reference of a row's softmax travels with the weights. Who receives weights takes over their reference, which is never below
+// its own, because the sender had taken over the receiver's before.
+//
+// A tile comes in three pieces, each with barriers of its own, so that a piece is loaded again as soon as it is used up: the rope
+// channels, and the halves of V. A piece is [64 / 8][channel groups] atoms of 8 rows of 64 channels, which wgmma's swizzle permutes.
+// Invariants
+//   Splits are planned for a row tile, from the keys that any of its tokens admits; combine_splits plans the same way.
+//   What no token of the work admits is not read where it fills blocks, and is zeros in the tile where it does not: it cannot
+//   reach the sums as 0 x NaN. What only some tokens admit can, and then shows in the end (spoilt_rows.cuh). Blocks that are not
+//   mapped arrive as zeros and are masked.
+//   Lengths that enter the mask are read here; host bounds only size the grid and the splits.
+#include <pagedattn/epilogue.cuh>
+#include <pagedattn/kv_accessor.cuh>
+#include <pagedattn/ptx/mbarrier.cuh>
+#include <pagedattn/ptx/setmaxnreg.cuh>
+#include <pagedattn/ptx/tma.cuh>
+#include <pagedattn/ptx/wgmma.cuh>
+#include <pagedattn/row_tiles.cuh>
+#include <pagedattn/softmax.cuh>
+#include <pagedattn/split.cuh>
+#include <pagedattn/spoilt_rows.cuh>
+#include <pagedattn/warpgroup_rows.cuh>
+
+struct LatentDecodeSm90Spec {
+  DType io;         // of query, output and cache
+  bool has_rules;   // softcap, attention_bias or a scale that is not positive
+};
+
+struct LatentDecodeSm90Params {
+  TensorMap half_map;   // [num_blocks, block_size / 8, channel groups, 8, kGroupChannels]; box [1, all or a tile's, kHalfGroups, all, all]
+  TensorMap rope_map;   // the same array; box [1, all or a tile's, 1, all, all]
+  KvCache key_cache;    // the same array, for rows that are attended again
+  const void* query;    // [token_count, num_heads, kHeadSize], rows query_stride apart, on multiples of 16 bytes
+  int64_t query_stride; // elements
+  int* next_work;       // [1], 0 before the launch
+  SequenceTable sequences;
+  BlockTable blocks;
+  ScoreRules rules;
+  Output out;
+  Partials partials;    // of row tiles of kWarpgroupRows rows
+};
+
+constexpr int kHeadSize = 576;
+constexpr int kValueSize = 512;
+constexpr int kTileKeys = 64;
+constexpr int kSmallestBlock = 16;
+constexpr int kGroupChannels = 64;
+constexpr int kRowBytes = 2 * kGroupChannels;
+constexpr int kAtomBytes = 8 * kRowBytes;
+constexpr int kGroups = kHeadSize / kGroupChannels;
+constexpr int kHalfGroups = kValueSize / 2 / kGroupChannels;
+constexpr int kRopeGroup = 2 * kHalfGroups;  // the group of the channels that are no value
+constexpr int kQueryGroupBytes = kWarpgroupRows * kRowBytes;
+constexpr int kQueryBytes = kGroups * kQueryGroupBytes;
+constexpr int kRopeBytes = kTileKeys * kRowBytes;
+constexpr int kHalfBytes = kHalfGroups * kRopeBytes;
+constexpr int kTileBytes = kRopeBytes + 2 * kHalfBytes;
+constexpr int kSteps = kGroupChannels / 16;  // of a product over the channels of a group
+constexpr int kScores = kTileKeys / 2;       // of a thread
+constexpr int kOutputs = kValueSize / 2 / 2;
+constexpr int kConsumerThreads = 2 * kWarpgroup;
+constexpr int kConsumerWarps = kWarpgroup / kWarpSize;  // of a warpgroup
+constexpr int kThreads = kWarpgroup + kConsumerThreads;
+constexpr int kLoadRegisters = 56;
+constexpr int kComputeRegisters = 224;
+static_assert(kLoadRegisters + 2 * kComputeRegisters <= 3 * (65536 / kThreads / 8 * 8), "more would wait forever");
+static_assert(kScores / 2 * 4 * kWarpgroup == kRopeBytes, "the weights of a tile take the place of its rope channels");
+
+// Pieces of a tile in the order in which they are loaded: the half that the tile's own warpgroup needs is the first to be free.
+enum Piece { kRope, kOwnHalf, kOtherHalf, kPieces };
+
+// Named barriers.
+enum Barrier { kNone, kWeights, kTile = kWeights + 2, kConsumers = kTile + 2 };  // kWeights and kTile: one for each warpgroup
+
+// One piece of work. One thread writes it, every thread of the others reads it.
+struct Work {
+  RowTile tile;    // rows = 0: there is no more work
+  KeyRange keys;   // of the split, that some token admits
+  int first_tile;  // in units of kTileKeys
+  int tile_count;
+  int split;
+  int split_count;  // of the row tile; 0: its tokens attend nothing
+  bool differs;     // some token hides a key that another one admits
+};
+
+struct Shared {
+  unsigned char* query;
+  unsigned char* tiles;   // [2]
+  uint64_t* full;         // [2][kPieces]
+  uint64_t* empty;        // [2][kPieces]
+  uint64_t* work_full;    // [2]
+  uint64_t* work_empty;   // [2]
+  uint64_t* loads_issued; // of a work
+  uint32_t* unmapped;     // [2] bit i: block i of the tile has nothing to see
+  float* reference;       // [2][64] that the weights in a tile are relative to
+  float* sum;             // [2][64] of each warpgroup's weights
+  uint32_t* spoilt;       // [2][kConsumerWarps] bit i: row i of the warp's sixteen
+  Work* work;             // [2] of this round and of the next
+
+  __device__ __forceinline__ Shared() {
+    unsigned char* s_base = shared_memory<unsigned char>();
+    s_base += -ptx::shared_address(s_base) & 1023u;
+    query = s_base;
+    tiles = query + kQueryBytes;
+    full = reinterpret_cast<uint64_t*>(tiles + 2 * kTileBytes);
+    empty = full + 2 * kPieces;
+    work_full = empty + 2 * kPieces;
+    work_empty = work_full + 2;
+    loads_issued = work_empty + 2;
+    unmapped = reinterpret_cast<uint32_t*>(loads_issued + 1);
+    reference = reinterpret_cast<float*>(unmapped + 2);
+    sum = reference + 2 * kWarpgroupRows;
+    spoilt = reinterpret_cast<uint32_t*>(sum + 2 * kWarpgroupRows);
+    work = reinterpret_cast<Work*>(spoilt + 2 * kConsumerWarps);
+  }
+};
+
+// Where a piece of a tile starts. Half h holds channels of half h of the values.
+__device__ __forceinline__ constexpr int half_offset(int half) { return kRopeBytes + half * kHalfBytes; }
+
+// Walks over the work of all CTAs in order, 32 sequences at a time. The padding tokens are those of one more sequence.
+struct WorkList {
+  const LatentDecodeSm90Params& p;
+  int rank = 0;   // 0: whole splits, 1: last splits of at least half the size, 2: the others
+  int chunk = 0;  // lane l has to do with sequence 32 chunk + l
+  int works_before = 0;
+  int tiles = 0;        // of this lane's sequence
+  int splits = 0;       // at most so many for each of them
+  int works_until = 0;  // of this rank and chunk, up to and with this lane's sequence
+
+  __device__ __forceinline__ void read_chunk() {
+    const SequenceTable& table = p.sequences;
+    const int index = kWarpSize * chunk + threadIdx.x % kWarpSize;
+    tiles = 0;
+    splits = 1;
+    int last = 0;
+    if (index <= table.batch_size) {
+      const int begin = max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
+      int end = table.token_count;
+      if (index < table.batch_size) {
+        const Sequence s = read_sequence(table, index, capacity_of(p.blocks));
+        end = max_of(begin, min_of(end, table.cumulative_sequence_length[index + 1]));
+        int span = s.kv_len;
+        const int window = p.rules.local_window_size;
+        if (window > 0 && table.query_positions == nullptr) {
+          // No token starts before the first one's window; and a row tile spans its tokens and a window.
+          if (s.past >= window) span -= (s.past - window + 1) / kKeyAlignment * kKeyAlignment;
+          const int64_t most = static_cast<int64_t>(window) + kWarpgroupRows / p.out.num_heads + kKeyAlignment + 1;
+          if (p.rules.is_causal && most < span) span = static_cast<int>(most);
+        }
+        if (span > 0) splits = min_of((span - 1) / p.partials.split_size + 1, p.partials.split_count);
+        last = span - (splits - 1) * p.partials.split_size;
+      }
+      tiles = ceil_div((end - begin) * p.out.num_heads, kWarpgroupRows);
+    }
+    const int own_rank = 2 * last >= p.partials.split_size ? 1 : 2;
+    works_until = rank == 0 ? tiles * (splits - 1) : rank == own_rank ? tiles : 0;
+#pragma unroll 1  // each step written out would keep a predicate
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const int left = __shfl_up_sync(kFullWarp, works_until, distance);
+      if (threadIdx.x % kWarpSize >= distance) works_until += left;
+    }
+  }
+
+  // Work number `index`, never less than in the call before; false when there is none.
+  __device__ __forceinline__ bool find(int index, RowTile& tile, int& split) {
+    for (;;) {
+      const int in_chunk = __shfl_sync(kFullWarp, works_until, kWarpSize - 1);
+      if (index - works_before < in_chunk) break;
+      works_before += in_chunk;
+      if (kWarpSize * ++chunk > p.sequences.batch_size) {
+        chunk = 0;
+        if (++rank == 3) return false;
+      }
+      read_chunk();
+    }
+    const int lane = __ffs(__ballot_sync(kFullWarp, index - works_before < works_until)) - 1;
+    const int from_end = __shfl_sync(kFullWarp, works_until, lane) - 1 - (index - works_before);
+    const int own_tiles = __shfl_sync(kFullWarp, tiles, lane);
+    const int own_splits = __shfl_sync(kFullWarp, splits, lane);
+    // The row tiles of a split are neighbours, so that they read it from L2; those that see most keys come first.
+    tile = row_tile_of(p.sequences, kWarpSize * chunk + lane, from_end % own_tiles, kWarpgroupRows, p.out.num_heads, capacity_of(p.blocks));
+    split = rank == 0 ? from_end / own_tiles : own_splits - 1;
+    return true;
+  }
+};
+
+// Work number `index` as a whole warp finds it. False where there is nothing to do.
+__device__ __forceinline__ bool find_work(const LatentDecodeSm90Params& p, WorkList& list, int index, Work& work) {
+  if (!list.find(index, work.tile, work.split)) {
+    work.tile.rows = 0;
+    return true;
+  }
+  if (work.tile.rows == 0) return false;  // lengths that are no lengths
+  work.keys = {0, 0};
+  work.first_tile = 0;
+  work.tile_count = 0;
+  work.split_count = 0;
+  work.differs = false;
+  if (work.tile.sequence.is_active()) {
+    const auto [some, every] = keys_of_tokens(p.sequences, p.rules, work.tile.sequence, work.tile.first_token, work.tile.last_token());
+    const SplitPlan plan = plan_splits(p.partials, some);
+    work.split_count = plan.count;
+    if (work.split < plan.count) {
+      work.keys = keys_of_split(p.partials, plan, some, work.split);
+      work.first_tile = work.keys.begin / kTileKeys;
+      work.tile_count = (work.keys.end - 1) / kTileKeys - work.first_tile + 1;
+      work.differs = work.keys.begin < every.begin || work.keys.end > every.end;
+    }
+  }
+  return work.split < max_of(1, work.split_count);
+}
+
+// The warp that finds work.
+__device__ __forceinline__ void find_all_work(const LatentDecodeSm90Params& p, const Shared& shared) {
+  WorkList list{p};
+  list.read_chunk();
+  Ring<2> works;
+  Ring<1> issued;
+  int index = blockIdx.x;
+  for (bool first = true;; first = false) {
+    if (!first) {  // who takes work early may keep it from a CTA that is ready for it
+      ptx::mbarrier_wait(shared.loads_issued, issued.parity);
+      issued.advance();
+    }
+    Work work;
+    for (;;) {
+      if (!first) {
+        if (threadIdx.x % kWarpSize == 0) index = static_cast<int>(gridDim.x) + atomicAdd(p.next_work, 1);
+        index = __shfl_sync(kFullWarp, index, 0);
+      }
+      first = false;
+      if (find_work(p, list, index, work)) break;
+    }
+    ptx::mbarrier_wait(shared.work_empty + works.stage, works.parity ^ 1);
+    if (ptx::elect()) {
+      shared.work[works.stage] = work;
+      ptx::mbarrier_arrive(shared.work_full + works.stage);
+    }
+    __syncwarp();
+    if (work.tile.rows == 0) break;
+    works.advance();
+  }
+}
+
+// A warp that loads the tiles of warpgroup `own`.
+__device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, const Shared& shared, int own) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int block_keys = min_of(p.blocks.block_size, kTileKeys);  // of a block that lie in one tile
+  const int parts = kTileKeys / block_keys;
+  unsigned char* s_tile = shared.tiles + own * kTileBytes;
+  uint64_t* s_full = shared.full + own * kPieces;
+  uint64_t* s_empty = shared.empty + own * kPieces;
+  Ring<2> works;
+  Ring<1> ring;
+
+  for (;; works.advance()) {
+    ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+    const Work& work = shared.work[works.stage];
+    const bool ends = work.tile.rows == 0;
+    const int sequence = work.tile.sequence.index;
+    const KeyRange keys = work.keys;
+    const int first_tile = work.first_tile;
+    const int tile_count = work.tile_count;
+    ptx::mbarrier_arrive(shared.work_empty + works.stage);
+    if (ends) break;
+
+    // Lane l: the block that holds part l of tile i, or kUnmapped where there is nothing to read.
+    const auto entry_of = [&](int i) {
+      const int key = (first_tile + i) * kTileKeys + lane * block_keys;
+      const bool wanted = lane < parts && i < tile_count && key < keys.end && key + block_keys > keys.begin;
+      return wanted ? entry_of_position(p.blocks, sequence, key) : kUnmapped;
+    };
+
+    int entry = entry_of(own);
+    for (int i = own; i < tile_count; i += 2) {
+      const int block = block_of_entry(p.blocks, entry);
+      entry = entry_of(i + 2);  // on its way while this tile is waited for
+      const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped) & ((1u << parts) - 1u);
+      const int eight = offset_in_block(p.blocks, (first_tile + i) * kTileKeys) / 8;  // 0 unless the tile lies in one block
+
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int half = piece == kOwnHalf ? own : 1 - own;
+        const TensorMap& map = piece == kRope ? p.rope_map : p.half_map;
+        const int group = piece == kRope ? kRopeGroup : half * kHalfGroups;
+        const int bytes = piece == kRope ? kRopeBytes : kHalfBytes;
+        unsigned char* s_piece = s_tile + (piece == kRope ? 0 : half_offset(half));
+        ptx::mbarrier_wait(s_empty + piece, ring.parity ^ 1);
+        const bool issues = ptx::elect();
+        if (issues) {
+          if (piece == kRope) shared.unmapped[own] = unmapped;
+          ptx::mbarrier_arrive_expect(s_full + piece, bytes);
+        }
+#pragma unroll
+        for (int part = 0; part < kTileKeys / kSmallestBlock; ++part) {
+          if (part >= parts) break;
+          const int from = __shfl_sync(kFullWarp, block, part);
+          if (issues) ptx::tma_load(s_piece + part * (bytes / parts), map, s_full + piece, 0, 0, group, eight, from);
+        }
+      }
+      ring.advance();
+    }
+    if (lane == 0) ptx::mbarrier_arrive(shared.loads_issued);
+    __syncwarp();
+  }
+}
+
+// Attends the rows again that were found spoilt, and writes what they should have been; all consumers call it, when all have
+// written their rows and `s_spoilt`. Not inlined, because its registers would be missing in the main loop.
+template <LatentDecodeSm90Spec S>
+__device__ __noinline__ void repair(const LatentDecodeSm90Params& p, const Work& work, const uint32_t* s_spoilt) {
+  using Io = element_t<S.io>;
+  const KvHead<S.io> keys(p.key_cache, 0);
+  for (int i = static_cast<int>(threadIdx.x) / kWarpSize - kConsumerWarps; i < kWarpgroupRows; i += 2 * kConsumerWarps) {
+    if (((s_spoilt[i / 16] | s_spoilt[kConsumerWarps + i / 16]) >> (i % 16) & 1u) == 0) continue;
+    const int token = work.tile.token(i);
+    const int head = work.tile.head_in_group(i);
+    PlainRow<S.io, kHeadSize, kValueSize> plain;
+    plain.attend(static_cast<const Io*>(p.query) + token * p.query_stride + head * kHeadSize, keys, keys, p.blocks,
+                 work.tile.sequence.index, keys_of_row(work.tile, i, p.sequences, p.rules, work.keys), p.rules,
+                 bias_row_of_tile<Io>(work.tile, i, p.rules, 0));
+    const float factor = finalize(plain.state, negative_infinity()).factor;
+    if (work.split_count <= 1) {
+      Io* g_row = output_row<Io>(p.out, token, head, kValueSize);
+      plain.for_values(factor, [&](int channel, float a, float b) { store_2(g_row, channel, kValueSize, a, b); });
+    } else {
+      float* g_row = p.partials.acc + partial_row(p.partials, token, work.split, p.out.num_heads, head) * partial_width(kValueSize);
+      plain.for_values(factor, [&](int channel, float a, float b) { *reinterpret_cast<float2*>(g_row + channel) = {a, b}; });
+    }
+  }
+}
+
+// Warpgroup kOwn of those that compute: it owns the tiles kOwn, kOwn + 2, ... of a work, and half kOwn of the output channels.
+template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
+  using Io = element_t<S.io>;
+  static constexpr int kOther = 1 - kOwn;
+
+  const LatentDecodeSm90Params& p;
+  const Shared& shared;
+  uint32_t own_parity = 0;  // of the barriers of the own buffer
+  uint32_t other_parity = 0;
+  const Work* work = nullptr;
+  int first_key = 0;   // of tile 0 of the work
+  int tile_count = 0;
+  KeyRange admitted[2];
+
+  __device__ __forceinline__ Consumer(const LatentDecodeSm90Params& params, const Shared& s) : p(params), shared(s) {}
+
+  __device__ __forceinline__ static int row(int half) {
+    return threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4 + 8 * half;
+  }
+  __device__ __forceinline__ unsigned char* tile_of(int warpgroup) const { return shared.tiles + warpgroup * kTileBytes; }
+
+  __device__ __forceinline__ void wait_piece(int warpgroup, Piece piece, uint32_t parity) const {
+    ptx::mbarrier_wait(shared.full + warpgroup * kPieces + piece, parity);
+  }
+  __device__ __forceinline__ void release(int warpgroup, Piece piece) const {
+    if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(shared.empty + warpgroup * kPieces + piece);
+  }
+
+  // Query rows of the work into shared memory; rows that do not exist are zeros.
+  __device__ __forceinline__ void load_queries() const {
+    constexpr int kThreadsOfRow = kConsumerThreads / kWarpgroupRows;
+    const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
+    const int own_row = thread / kThreadsOfRow;
+    const bool exists = own_row < work->tile.rows;
+    const Io* g_row = static_cast<const Io*>(p.query);
+    if (exists) g_row += work->tile.token(own_row) * p.query_stride + work->tile.head_in_group(own_row) * kHeadSize;
+    unsigned char* s_row = shared.query + own_row * kRowBytes;
+    ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // the products with the queries of the work before are complete
+#pragma unroll 9
+    for (int i = 0; i < kHeadSize / 8 / kThreadsOfRow; ++i) {
+      const int vector = (i ^ own_row % 2) * kThreadsOfRow + thread % kThreadsOfRow;  // odd rows use the other banks
+      Vector16 value{};
+      if (exists) value = reinterpret_cast<const Vector16*>(g_row)[vector];
+      *reinterpret_cast<Vector16*>(s_row + vector / 8 * kQueryGroupBytes + ((vector ^ own_row) % 8) * 16) = value;
+    }
+    ptx::fence_async_proxy();
+    ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // the queries are visible to the tensor cores
+  }
+
+  // Products of the queries with a channel group of the own tile.
+  __device__ __forceinline__ void multiply_keys(float (&scores)[kScores], uint64_t keys, int group, bool accumulate) const {
+    const uint64_t query =
+        ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(shared.query) + group * kQueryGroupBytes, 16, kAtomBytes);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::wgmma<Io, false>(scores, ptx::descriptor_at(query, 32 * step), ptx::descriptor_at(keys, 32 * step), accumulate || step != 0);
+    }
+  }
+  __device__ __forceinline__ void multiply_key_half(float (&scores)[kScores], int half) const {
+    const uint64_t keys =
+        ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(tile_of(kOwn)) + half_offset(half), 16, kHalfGroups * kAtomBytes);
+#pragma unroll
+    for (int group = 0; group < kHalfGroups; ++group) {
+      multiply_keys(scores, ptx::descriptor_at(keys, group * kAtomBytes), half * kHalfGroups + group, true);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Issues the products with what comes first of tile i: rope channels and own half.
+  __device__ __forceinline__ void begin_scores(float (&scores)[kScores], int i) const {
+    wait_piece(kOwn, kRope, own_parity);
+    wait_piece(kOwn, kOwnHalf, own_parity);
+    clear_outside(i);
+    ptx::wgmma_fence();
+    multiply_keys(scores, ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(tile_of(kOwn)), 16, kAtomBytes), kRopeGroup, false);
+    multiply_key_half(scores, kOwn);
+  }
+  __device__ __forceinline__ void continue_scores(float (&scores)[kScores]) const {
+    wait_piece(kOwn, kOtherHalf, own_parity);
+    ptx::wgmma_fence();
+    multiply_key_half(scores, kOther);
+  }
+
+  // Clears rows of the own tile that no token of the work admits but that came with a block.
+  __device__ __forceinline__ void clear_outside(int i) const {
+    const int tile_key = first_key + i * kTileKeys;
+    const int begin = work->keys.begin - tile_key;
+    const int end = work->keys.end - tile_key;
+    if (begin <= 0 && end >= kTileKeys) return;
+    wait_piece(kOwn, kOtherHalf, own_parity);
+    unsigned char* s_tile = tile_of(kOwn);
+    const auto clear = [&](unsigned char* s_piece, int groups) {
+      for (int v = threadIdx.x % kWarpgroup; v < kTileKeys * groups * kRowBytes / 16; v += kWarpgroup) {
+        const int key = v * 16 / (groups * kAtomBytes) * 8 + v * 16 / kRowBytes % 8;
+        if (key < begin || key >= end) *reinterpret_cast<Vector16*>(s_piece + 16 * v) = Vector16{};
+      }
+    };
+    clear(s_tile, 1);
+    clear(s_tile + half_offset(0), kHalfGroups);
+    clear(s_tile + half_offset(1), kHalfGroups);
+    ptx::fence_async_proxy();
+    ptx::named_barrier_sync(kTile + kOwn, kWarpgroup);  // the zeros are there for the whole warpgroup
+  }
+
+  __device__ __forceinline__ void mask(float (&scores)[kScores], int tile_key) const {
+    uint32_t unmapped = threadIdx.x % kWarpSize == 0 ? shared.unmapped[kOwn] : 0;
+    bool whole = unmapped == 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      whole = whole && (row(half) >= work->tile.rows || (admitted[half].begin <= tile_key && tile_key + kTileKeys <= admitted[half].end));
+    }
+    if (__all_sync(kFullWarp, whole)) return;
+    unmapped = __shfl_sync(kFullWarp, unmapped, 0);
+    const int shift = 31 - __clz(min_of(p.blocks.block_size, kTileKeys));
+    const int first = 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int key = first + i / 4 * 8 + i % 2;
+      if (!admitted[i / 2 % 2].contains(tile_key + key) || (unmapped >> (key >> shift) & 1u) != 0) scores[i] = negative_infinity();
+    }
+  }
+
+  // Scores in base 2 where a rule comes between the product and softmax.
+  __device__ __forceinline__ void apply_rules(float (&scores)[kScores], int tile_key) const {
+    const int first = tile_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Io* g_bias = row(half) >= work->tile.rows ? nullptr : bias_row_of_tile<Io>(work->tile, row(half), p.rules, 0);
+#pragma unroll
+      for (int i = 2 * half; i < kScores; i += 4) {
+#pragma unroll
+        for (int j = i; j < i + 2; ++j) {
+          const int key = first + i / 4 * 8 + j % 2;
+          if (!admitted[half].contains(key)) continue;  // its bias may not exist
+          scores[j] = kLog2E * capped_and_biased(p.rules, scores[j] * p.rules.scale, g_bias, key);
+        }
+      }
+    }
+  }
+
+  // After the products of own tile i are complete: its weights, here and for the other warpgroup. Returns whether acc must be scaled.
+  __device__ __forceinline__ bool finish_scores(float (&scores)[kScores], uint32_t (&weights)[kTileKeys / 16][4], RowPair& rows,
+                                                float (&rescale)[2], int i) {
+    const int tile_key = first_key + i * kTileKeys;
+    if constexpr (S.has_rules) apply_rules(scores, tile_key);
+    mask(scores, tile_key);
+    const bool moved = weigh(scores, rows, score_factor(), rescale);
+    pack_weights<Io>(weights, scores);
+
+    ptx::named_barrier_sync(kTile + kOwn, kWarpgroup);  // no warp of the warpgroup still multiplies with the rope channels
+    Vector16* s_weights = reinterpret_cast<Vector16*>(tile_of(kOwn)) + threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (int step = 0; step < kTileKeys / 16; ++step) {
+      s_weights[step * kWarpgroup] = Vector16{{weights[step][0], weights[step][1], weights[step][2], weights[step][3]}};
+    }
+    if (threadIdx.x % 4 == 0) {
+      shared.reference[kOwn * kWarpgroupRows + row(0)] = rows.reference[0];
+      shared.reference[kOwn * kWarpgroupRows + row(1)] = rows.reference[1];
+    }
+    ptx::fence_async_proxy();  // the copy engine writes there next
+    ptx::named_barrier_arrive(kWeights + kOwn, kConsumerThreads);
+    own_parity ^= 1;
+    return moved;
+  }
+
+  // Takes the weights of the other warpgroup's tile, and their reference. Returns whether that is a new one.
+  __device__ __forceinline__ bool receive(uint32_t (&weights)[kTileKeys / 16][4], float (&reference)[2], const RowPair& rows) {
+    ptx::named_barrier_sync(kWeights + kOther, kConsumerThreads);
+    const Vector16* s_weights = reinterpret_cast<const Vector16*>(tile_of(kOther)) + threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (int step = 0; step < kTileKeys / 16; ++step) {
+      const Vector16 word = s_weights[step * kWarpgroup];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[step][i] = word.word[i];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) reference[half] = shared.reference[kOther * kWarpgroupRows + row(half)];
+    __syncwarp();  // all lanes have read
+    release(kOther, kRope);
+    wait_piece(kOther, kOtherHalf, other_parity);  // long there, but its bytes have to be visible here too
+    other_parity ^= 1;
+    return __any_sync(kFullWarp, reference[0] != rows.reference[0] || reference[1] != rows.reference[1]);
+  }
+
+  // Takes over the reference of weights that were received. No product may be writing acc.
+  __device__ __forceinline__ void adopt(const float (&reference)[2], float (&acc)[kOutputs], RowPair& rows) const {
+    float rescale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rescale[half] = factor_of_move(rows.reference[half], reference[half], score_factor());
+      rows.reference[half] = reference[half];
+      rows.sum[half] *= rescale[half];
+    }
+    scale_rows(acc, rescale);
+  }
+
+  // Issues acc += weights * own half of the values of a warpgroup's tile.
+  __device__ __forceinline__ void multiply_values(float (&acc)[kOutputs], const uint32_t (&weights)[kTileKeys / 16][4], int warpgroup) const {
+    constexpr int kEightKeysBytes = kHalfGroups * kAtomBytes;
+    const uint64_t values =
+        ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(tile_of(warpgroup)) + half_offset(kOwn), kAtomBytes, kEightKeysBytes);
+    ptx::hold(acc);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileKeys / 16; ++step) {
+      ptx::wgmma<Io, true>(acc, weights[step], ptx::descriptor_at(values, step * 2 * kEightKeysBytes), 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ float score_factor() const { return S.has_rules ? 1.0f : kLog2E * p.rules.scale; }
+
+  // Warpgroup 0: its softmax runs under the products of the other one with the keys of the next tile.
+  __device__ __forceinline__ void lead(float (&acc)[kOutputs], RowPair& rows) {
+    float scores[kScores];
+    uint32_t weights[kTileKeys / 16][4];
+    float rescale[2];
+    float reference[2];
+    for (int i = 0;; i += 2) {
+      begin_scores(scores, i);
+      ptx::wgmma_wait<1>();
+      ptx::hold(acc);
+      if (i > 0) release(1, kOtherHalf);
+      continue_scores(scores);
+      ptx::wgmma_wait<0>();
+      ptx::hold(scores);
+      if (finish_scores(scores, weights, rows, rescale, i)) scale_rows(acc, rescale);
+      multiply_values(acc, weights, 0);
+      ptx::wgmma_wait<0>();
+      ptx::hold(acc);
+      release(0, kOwnHalf);
+      if (i + 1 >= tile_count) break;
+
+      if (receive(weights, reference, rows)) adopt(reference, acc, rows);
+      multiply_values(acc, weights, 1);
+      if (i + 2 >= tile_count) {
+        ptx::wgmma_wait<0>();
+        ptx::hold(acc);
+        release(1, kOtherHalf);
+        break;
+      }
+    }
+  }
+
+  // Warpgroup 1: its softmax runs under its own products with the values of the tile before.
+  __device__ __forceinline__ void follow(float (&acc)[kOutputs], RowPair& rows) {
+    float scores[kScores];
+    uint32_t weights[kTileKeys / 16][4];
+    float rescale[2];
+    float reference[2];
+    for (int i = 1; i < tile_count; i += 2) {
+      begin_scores(scores, i);
+      continue_scores(scores);
+      // Written twice, because acc may only be touched while no product at all is on its way.
+      if (receive(weights, reference, rows)) {
+        ptx::wgmma_wait<0>();
+        ptx::hold(scores);
+        adopt(reference, acc, rows);
+      }
+      multiply_values(acc, weights, 0);
+      ptx::wgmma_wait<1>();
+      ptx::hold(scores);
+      uint32_t own_weights[kTileKeys / 16][4];
+      const bool moved = finish_scores(scores, own_weights, rows, rescale, i);
+      ptx::wgmma_wait<0>();
+      ptx::hold(acc);
+      release(0, kOtherHalf);
+      if (moved) scale_rows(acc, rescale);
+      multiply_values(acc, own_weights, 1);
+      ptx::wgmma_wait<0>();
+      ptx::hold(acc);
+      release(1, kOwnHalf);
+    }
+    if (tile_count % 2 != 0) {
+      if (receive(weights, reference, rows)) adopt(reference, acc, rows);
+      multiply_values(acc, weights, 0);
+      ptx::wgmma_wait<0>();
+      ptx::hold(acc);
+      release(0, kOtherHalf);
+    }
+  }
+
+  // What this warpgroup has of the rows: its half of the channels.
+  __device__ __forceinline__ void write(const float (&acc)[kOutputs], const RowPair& rows) const {
+    float sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] = group_sum<4>(rows.sum[half]);
+      if (threadIdx.x % 4 == 0) shared.sum[kOwn * kWarpgroupRows + row(half)] = sum[half];
+    }
+    if (work->differs) {
+      uint32_t spoilt = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t votes = __ballot_sync(kFullWarp, row(half) < work->tile.rows && is_spoilt(acc, half, sum[half]));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) spoilt |= (votes >> (4 * i) & 15u) != 0 ? 1u << (i + 8 * half) : 0u;
+      }
+      if (threadIdx.x % kWarpSize == 0) shared.spoilt[threadIdx.x / kWarpSize - kConsumerWarps] = spoilt;
+    }
+    ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // both have written their sums, against the same references
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      SoftmaxState state;
+      if (rows.reference[half] != negative_infinity()) state.row_max = rows.reference[half] * score_factor();
+      state.row_sum = shared.sum[row(half)] + shared.sum[kWarpgroupRows + row(half)];
+      const SoftmaxResult result = finalize(state, negative_infinity());
+      const bool exists = row(half) < work->tile.rows;
+      const bool writes_lse = exists && kOwn == 0 && threadIdx.x % 4 == 0;
+      const int token = work->tile.token(row(half));
+      const int head = work->tile.head_in_group(row(half));
+      if (work->split_count <= 1) {
+        Io* g_row = output_row<Io>(p.out, token, head, kValueSize) + kOwn * (kValueSize / 2);
+        if (writes_lse) store_lse(p.out, token, head, result.lse);
+#pragma unroll
+        for (int n = 0; n < kOutputs / 4; n += 4) {
+          uint32_t word[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            word[i] = ptx::pack_2<Io>(acc[4 * (n + i) + 2 * half] * result.factor, acc[4 * (n + i) + 2 * half + 1] * result.factor);
+          }
+          transpose_4(word);  // eight neighbouring channels of n-tile n + t
+          if (exists) store_8(g_row + 8 * (n + threadIdx.x % 4), Vector16{{word[0], word[1], word[2], word[3]}});
+        }
+      } else if (exists) {
+        const int64_t at = partial_row(p.partials, token, work->split, p.out.num_heads, head);
+        float* g_row = p.partials.acc + at * partial_width(kValueSize) + kOwn * (kValueSize / 2) + 2 * (threadIdx.x % 4);
+        if (writes_lse) p.partials.lse[at] = lse_of(state);
+#pragma unroll
+        for (int n = 0; n < kOutputs / 4; ++n) {
+          *reinterpret_cast<float2*>(g_row + 8 * n) = {acc[4 * n + 2 * half] * result.factor, acc[4 * n + 2 * half + 1] * result.factor};
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    for (Ring<2> works;; works.advance()) {
+      ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+      work = shared.work + works.stage;
+      if (work->tile.rows == 0) break;
+      first_key = work->first_tile * kTileKeys;
+      tile_count = work->tile_count;
+      load_queries();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) admitted[half] = keys_of_row(work->tile, row(half), p.sequences, p.rules, work->keys);
+      float acc[kOutputs];
+#pragma unroll
+      for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
+      RowPair rows;
+      if (tile_count > 0) {
+        if constexpr (kOwn == 0) {
+          lead(acc, rows);
+        } else {
+          follow(acc, rows);
+        }
+      }
+      write(acc, rows);
+      if (work->differs) {
+        ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // both have written their rows
+        repair<S>(p, *work, shared.spoilt);
+        ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // all have read who is spoilt
+      }
+      ptx::mbarrier_arrive(shared.work_empty + works.stage);
+    }
+  }
+};
+
+template <LatentDecodeSm90Spec S>
+__global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_constant__ LatentDecodeSm90Params p) {
+  static_assert(S.io == DType::f16 || S.io == DType::bf16, "wgmma with 16-bit operands");
+  const Shared shared;
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(p.half_map);
+    ptx::prefetch_tensor_map(p.rope_map);
+    for (int i = 0; i < 2 * kPieces; ++i) {
+      ptx::mbarrier_init(shared.full + i, 1);
+      ptx::mbarrier_init(shared.empty + i, kConsumerWarps);
+    }
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(shared.work_full + i, 1);
+      ptx::mbarrier_init(shared.work_empty + i, kConsumerThreads + 2 * kWarpSize);
+    }
+    ptx::mbarrier_init(shared.loads_issued, 2);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();  // the barriers are initialized for all threads
+
+  if (threadIdx.x < kWarpgroup) {
+    ptx::decrease_registers<kLoadRegisters>();
+    const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);  // the same in all lanes, visibly
+    if (warp == 0) {
+      find_all_work(p, shared);
+    } else if (warp < 3) {
+      load_tiles(p, shared, warp - 1);
+    }
+  } else {
+    ptx::increase_registers<kComputeRegisters>();
+    if (__shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0) == 1) {
+      Consumer<S, 0>(p, shared).run();
+    } else {
+      Consumer<S, 1>(p, shared).run();
+    }
+  }
+}

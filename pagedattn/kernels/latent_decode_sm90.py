@@ -1,0 +1,231 @@
+"""Attention over a LATENT cache with Hopper's warpgroup products and copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pagedattn import dtypes
+from pagedattn.dtypes import DType
+from pagedattn.jit import tensor_map as maps
+from pagedattn.jit.kernel import Kernel
+from pagedattn.jit.launch import Executor, Function, Launch
+from pagedattn.jit.params import i64, params, ptr, tensor_map
+from pagedattn.jit.spec import Spec
+from pagedattn.kernels.layouts import (
+    BLOCK_TABLE,
+    KV_CACHE,
+    OUTPUT,
+    PARTIALS,
+    SCORE_RULES,
+    SEQUENCE_TABLE,
+    ceil_div,
+    round_up,
+)
+from pagedattn.problem import Problem, TensorInfo
+
+WARPGROUP = 128
+ROWS = 64  # query rows, tokens times heads, of a CTA
+HEAD_SIZE, VALUE_SIZE = 576, 512
+TILE_KEYS = 64
+CHANNELS = 64  # of a channel group: a row of the swizzle
+BARRIER_BYTES = 1536  # barriers, references and sums of rows, and the descriptions of two pieces of work
+ALIGNMENT_BYTES = 1024  # the swizzle repeats after so many
+
+
+@dataclass(frozen=True)
+class LatentDecodeSm90Spec(Spec):
+    """What `latent_decode_sm90` is compiled for."""
+
+    io: DType
+    has_rules: bool
+
+
+PARAMS = params(
+    "LatentDecodeSm90Params",
+    half_map=tensor_map,
+    rope_map=tensor_map,
+    key_cache=KV_CACHE,
+    query=ptr,  # [token_count, num_heads, head_size], rows query_stride elements apart
+    query_stride=i64,
+    next_work=ptr,  # int32 [1], 0 before the launch
+    sequences=SEQUENCE_TABLE,
+    blocks=BLOCK_TABLE,
+    rules=SCORE_RULES,
+    out=OUTPUT,
+    partials=PARTIALS,
+)
+
+# A split costs what so many keys cost: its query, its part of the result, and the merge.
+SPLIT_KEYS = 160
+# Lengths differ, so no split is longer than half of a multiprocessor's share when all sequences have this many keys.
+TYPICAL_KEYS = 4096
+
+
+def threads(spec: LatentDecodeSm90Spec) -> int:
+    """Threads of a CTA: the warps of one warpgroup find work and load, two warpgroups compute."""
+    return 3 * WARPGROUP
+
+
+def shared_bytes(spec: LatentDecodeSm90Spec) -> int:
+    """Queries, two tiles, barriers, and room to start on a multiple of the swizzle's period."""
+    return (ROWS + 2 * TILE_KEYS) * HEAD_SIZE * 2 + BARRIER_BYTES + ALIGNMENT_BYTES
+
+
+KERNEL = Kernel("latent_decode_sm90", LatentDecodeSm90Spec, PARAMS, threads, shared_bytes, archs=("sm_90a",))
+
+
+def row_tiles(token_count: int, batch_size: int, num_heads: int) -> int:
+    """Most row tiles that a batch has; every sequence, and the padding after them, may end in one that is not full."""
+    return min(token_count * ceil_div(num_heads, ROWS), token_count * num_heads // ROWS + batch_size + 1)
+
+
+def key_span(kv_len_bound: int, local_window_size: int, num_heads: int, ordered: bool) -> int:
+    """Most keys that the tokens of one row tile attend together.
+
+    ``ordered`` says that positions follow the order of tokens and that attention is causal.
+    """
+    if local_window_size <= 0 or not ordered:
+        return kv_len_bound
+    return min(kv_len_bound, local_window_size + ROWS // num_heads + 1)
+
+
+def split_size(span: int, tiles: int, multiprocessors: int) -> int:
+    """Keys of a split, a whole number of tiles: the size that keeps the device busiest.
+
+    Parameters
+    ----------
+    span : int
+        Most keys of a row tile.
+    tiles : int
+        Most row tiles.
+    multiprocessors : int
+    """
+    share = TYPICAL_KEYS * max(1.0, tiles / multiprocessors)
+    fewest = 1 if span <= share else ceil_div(span, int(share) // 2)
+
+    def cost(splits: int) -> float:
+        rounds = ceil_div(tiles * splits, multiprocessors)
+        return rounds * (span / splits + SPLIT_KEYS * (splits > 1))
+
+    splits = min(range(fewest, 2 * fewest + multiprocessors), key=cost)
+    return max(256, round_up(ceil_div(span, splits), TILE_KEYS))
+
+
+def grid(tiles: int, split_count: int, multiprocessors: int) -> tuple[int, int, int]:
+    """CTAs of a launch: one a multiprocessor, or fewer when there is never so much work."""
+    return max(1, min(multiprocessors, tiles * split_count)), 1, 1
+
+
+def why_not_problem(problem: Problem) -> str | None:
+    """Reason why the kernel does not serve a problem, or None."""
+    p = problem
+    if not p.is_latent or p.kv_num_heads != 1:
+        return "needs a LATENT cache"
+    if p.is_contiguous:
+        return "reads blocks of a power of two of positions, not one run of any length"
+    if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
+        return "takes float16 and bfloat16"
+    if p.cache_dtype != p.io_dtype:
+        return f"the cache holds {p.cache_dtype.name}, not the type of the query"
+    if (p.head_size, p.v_head_size) != (HEAD_SIZE, VALUE_SIZE):
+        return f"head sizes ({p.head_size}, {p.v_head_size}) are not ({HEAD_SIZE}, {VALUE_SIZE})"
+    if p.token_count * p.num_heads >= 2**31:
+        return "counts query rows in 32 bits"
+    return None
+
+
+def why_not_tensors(query: tuple[int, int], cache: TensorInfo) -> str | None:
+    """Reason why these arrays cannot be read, or None.
+
+    Parameters
+    ----------
+    query : tuple of int
+        Address of the query rows, and elements from one token to the next.
+    cache : TensorInfo
+        The latent cache.
+    """
+    address, stride = query
+    if address % 16 or stride % 8:
+        return "query rows do not start on multiples of 16 bytes"
+    block, token, _, _ = cache.strides
+    if cache.pointer % 16 or block % 8 or token % 8:
+        return "cache rows do not start on multiples of 16 bytes"
+    if min(block, token) <= 0:
+        return "the cache has a stride that is not positive"
+    if 2 * max(block, 8 * token) >= maps.MAX_STRIDE_BYTES:
+        return "the cache has a stride that is too large"
+    return None
+
+
+class LatentSm90Kernel:
+    """The kernel for one problem, ready to launch.
+
+    Parameters
+    ----------
+    problem : Problem
+        One for which `why_not_problem` returns None.
+    executor : Executor
+        On a device of compute capability 9.0.
+    """
+
+    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
+        p = self.problem = problem
+        self.executor = executor
+        has_rules = p.softcap > 0 or p.bias_shape is not None or not p.scale > 0
+        self.spec = LatentDecodeSm90Spec(p.io_dtype, has_rules)
+        self.function = executor.load(KERNEL, self.spec)
+        ordered = not p.has_query_positions and p.is_causal
+        self.tiles = row_tiles(p.token_count, p.batch_size, p.num_heads)
+        self.span = key_span(p.kv_len_bound, p.local_window_size, p.num_heads, ordered)
+        self.starts_at_0 = p.local_window_size <= 0
+        self.split_size = split_size(self.span, self.tiles, executor.multiprocessors)
+
+    def launch(
+        self,
+        query: tuple[int, int],
+        cache: TensorInfo,
+        sequences: bytes,
+        blocks: bytes,
+        key_cache: bytes,
+        rules: bytes,
+        out: bytes,
+        partials: bytes,
+        split_count: int,
+        next_work: int,
+    ) -> Launch:
+        """Launch that attends; packed structs are those of `pagedattn.kernels.layouts`, ``next_work`` points to a 0."""
+        packed = PARAMS.pack(
+            half_map=self._map(cache, VALUE_SIZE // 2 // CHANNELS),
+            rope_map=self._map(cache, 1),
+            key_cache=key_cache,
+            query=query[0],
+            query_stride=query[1],
+            next_work=next_work,
+            sequences=sequences,
+            blocks=blocks,
+            rules=rules,
+            out=out,
+            partials=partials,
+        )
+        shape = grid(self.tiles, split_count, self.executor.multiprocessors)
+        return Launch(self.function, shape, threads(self.spec), shared_bytes(self.spec), packed)
+
+    def _map(self, cache: TensorInfo, groups: int) -> bytes:
+        """[blocks, block_size / 8, channel groups, 8, channels]; a box is what a tile has of a block in some groups."""
+        p = self.problem
+        block, token, _, _ = cache.strides
+        return maps.encode(
+            p.io_dtype,
+            cache.pointer,
+            (CHANNELS, 8, HEAD_SIZE // CHANNELS, p.block_size // 8, p.num_blocks),
+            (2 * token, 2 * CHANNELS, 16 * token, 2 * block),
+            (CHANNELS, 8, groups, min(p.block_size, TILE_KEYS) // 8, 1),
+        )
+
+
+def smoke_specs() -> Iterator[LatentDecodeSm90Spec]:
+    """Specs that together reach every branch of the source."""
+    yield LatentDecodeSm90Spec(dtypes.BFLOAT16, False)
+    yield LatentDecodeSm90Spec(dtypes.FLOAT16, False)
+    yield LatentDecodeSm90Spec(dtypes.BFLOAT16, True)
