@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
   for (int first = 0; first < splits; first += kWarpSize) merged.row_max = fmaxf(merged.row_max, lse_of_split(first + lane, splits));
   merged.row_max = group_max<kWarpSize>(merged.row_max);
 
-  const int run = ceil_div(splits, kWarps);
+  const int run = splits <= kMergedSplits ? splits : ceil_div(splits, kWarps);
   const int end = min_of(splits, (warp + 1) * run);
   float2 acc[kPairs] = {};
   for (int first = warp * run; first < end; first += kWarpSize) {

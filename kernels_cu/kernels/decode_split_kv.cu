@@ -51,8 +51,6 @@ struct DecodeParams {
   int head_tiles;        // kv heads x row_chunks
 };
 
-constexpr int kMergedSplits = 8;  // that merge_splits takes; more are left to combine_splits
-
 struct BiasRow { const void* g_bias; };
 
 // What the end of the kernel needs to know again: it waits in shared memory, where it costs the main loop no registers.
@@ -374,6 +372,7 @@ __device__ __forceinline__ void merge_splits(const DecodeParams& p, const RowTil
   __threadfence();  // the other CTAs' parts are visible
 
   float* s_weight = reinterpret_cast<float*>(D::s_work());  // [kRows, kMergedSplits]
+  float* s_scale = s_weight + D::kRows * kMergedSplits;      // [kRows], what the sum of weighted parts is multiplied by
   const auto head_of = [&](int row) { return kv_head * p.group_size + tile.head_in_group(row); };
   const auto part_of = [&](int row, int split) { return partial_row(p.partials, tile.token(row), split, p.out.num_heads, head_of(row)); };
   if (threadIdx.x < tile.rows) {
@@ -393,7 +392,8 @@ __device__ __forceinline__ void merge_splits(const DecodeParams& p, const RowTil
     }
     const SoftmaxResult result = finalize(merged, D::s_sink()[row]);
 #pragma unroll
-    for (int split = 0; split < kMergedSplits; ++split) s_weight[row * kMergedSplits + split] = lse[split] * result.factor;
+    for (int split = 0; split < kMergedSplits; ++split) s_weight[row * kMergedSplits + split] = lse[split];
+    s_scale[row] = result.factor;
     store_lse(p.out, tile.token(row), head_of(row), result.lse);
   }
   __syncthreads();  // the weights are visible
@@ -418,7 +418,8 @@ __device__ __forceinline__ void merge_splits(const DecodeParams& p, const RowTil
       const int i = first + j * D::kThreads;
       if (i >= tile.rows * kPairs) continue;
       const int row = i / kPairs;
-      store_2(output_row<typename D::Io>(p.out, tile.token(row), head_of(row), S.head_size), i % kPairs * 2, S.head_size, acc[j].x, acc[j].y);
+      store_2(output_row<typename D::Io>(p.out, tile.token(row), head_of(row), S.head_size), i % kPairs * 2, S.head_size,
+              acc[j].x * s_scale[row], acc[j].y * s_scale[row]);
     }
   }
 }

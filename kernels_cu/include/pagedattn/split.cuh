@@ -9,6 +9,10 @@
 // Tiles start on multiples of this, so a tile lies inside one block of any size that the contract allows.
 constexpr int kKeyAlignment = 16;
 
+// Splits of a token that the CTA which finishes last may merge. Up to so many are added one by one wherever they are merged, so
+// that the bits do not depend on who does it.
+constexpr int kMergedSplits = 8;
+
 struct Partials {
   float* acc;   // [token_count, split_count, num_heads, partial_width(v_head_size)], normalized
   float* lse;   // [token_count, split_count, num_heads], base 2
