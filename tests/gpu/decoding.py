@@ -13,9 +13,10 @@ from pagedattn.dtypes import BFLOAT16, BY_NAME
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a step; ``v_head_size`` makes it LATENT."""
+    """Sizes of a step; ``v_head_size`` makes it LATENT, ``new_tokens`` of each sequence a chunk."""
 
     batch_size: int = 3
+    new_tokens: int = 1
     num_heads: int = 8
     kv_num_heads: int = 2
     head_size: int = 64
@@ -27,7 +28,8 @@ class Model:
 
     def __str__(self) -> str:
         layout = "latent" if self.v_head_size else "separate"
-        return f"{layout}-{self.cache}-h{self.num_heads}.{self.kv_num_heads}-d{self.head_size}-w{self.window}"
+        new = f"-n{self.new_tokens}" if self.new_tokens > 1 else ""
+        return f"{layout}-{self.cache}-h{self.num_heads}.{self.kv_num_heads}-d{self.head_size}-w{self.window}{new}"
 
 
 class Decoder:
@@ -64,11 +66,12 @@ class Decoder:
         blocks = m.capacity // m.block_size
         table = rng.permutation(m.batch_size * blocks).reshape(m.batch_size, blocks)
         dtype = BY_NAME[m.cache]
+        tokens = m.batch_size * m.new_tokens
         shape = (m.batch_size * blocks, m.block_size, m.kv_num_heads, m.head_size)
         self.arrays: dict[str, Any] = {
-            "query": cupy.empty((m.batch_size, m.num_heads * m.head_size), BFLOAT16.numpy),
-            "key": cupy.empty((m.batch_size, m.kv_num_heads * m.head_size), BFLOAT16.numpy),
-            "cumulative_sequence_length": cupy.arange(m.batch_size + 1, dtype=np.int32),
+            "query": cupy.empty((tokens, m.num_heads * m.head_size), BFLOAT16.numpy),
+            "key": cupy.empty((tokens, m.kv_num_heads * m.head_size), BFLOAT16.numpy),
+            "cumulative_sequence_length": cupy.arange(m.batch_size + 1, dtype=np.int32) * m.new_tokens,
             "past_seqlens": cupy.zeros(m.batch_size, np.int32),
             "block_table": cupy.asarray(table.astype(np.int32)),
         }

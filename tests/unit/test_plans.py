@@ -1,0 +1,101 @@
+"""Plans by themselves: with a window, nothing of them grows with the room that a block table has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedattn.problem import Problem, TensorInfo
+from tests.support.batches import Layer
+
+LAYERS = {
+    "decode_split_kv": Layer(64, 8, 128),
+    "flash_prefill": Layer(64, 8, 128),
+    "dense_attention": Layer(64, 8, 128),
+    "latent_mla": Layer(128, 1, 576, 512),
+}
+
+
+class Shapes:
+    """An executor that loads nothing."""
+
+    def __init__(self, arch: str = "sm_80") -> None:
+        self.arch = arch
+        self.max_shared_bytes, self.multiprocessors = {"sm_80": (163 << 10, 108), "sm_90a": (227 << 10, 132)}[arch]
+
+    def load(self, kernel: Any, spec: Any) -> Any:
+        return kernel.stem, spec
+
+
+def problem_of(layer: Layer, batch_size: int, new: int, width: int, num_blocks: int) -> Problem:
+    """A batch's problem, of arrays that need no memory."""
+    shapes = {
+        "query": (batch_size * new, layer.num_heads * layer.head_size),
+        "key": (batch_size * new, layer.kv_num_heads * layer.head_size),
+        "value": (batch_size * new, layer.kv_num_heads * layer.head_size),
+        "key_cache": (1, layer.block_size, layer.kv_num_heads, layer.head_size),
+        "value_cache": (1, layer.block_size, layer.kv_num_heads, layer.head_size),
+    }
+    arrays = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    if layer.v_head_size:
+        del arrays["value"], arrays["value_cache"]
+    arrays["cumulative_sequence_length"] = np.arange(0, batch_size * new + 1, new, dtype=np.int32)
+    arrays["past_seqlens"] = np.zeros(batch_size, np.int32)
+    arrays["block_table"] = np.zeros((batch_size, 1), np.int32)
+    small = layer.operator("numpy").problem_of(**arrays)
+    return replace(small, max_blocks_per_sequence=width, num_blocks=num_blocks)
+
+
+def launches(backend: str, problem: Problem) -> tuple[int, list[Any]]:
+    """Bytes of the workspace, and of each launch the kernel, its grid, its threads and its shared memory."""
+    plan = import_module(f"pagedattn.backends.{backend}").plan(problem, Shapes())
+    names = ("query", "key", "value", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens")
+    info = TensorInfo((1, 1, 1, 1), np.dtype(np.float16), "cuda:0", (4096, 1024, 128, 1), 4096, True)
+    tensors = dict.fromkeys((*names, "block_table", "output", "lse"), info)
+    if problem.is_latent:
+        del tensors["value"], tensors["value_cache"]
+    return plan.workspace_bytes, [launch[:4] for launch in plan.launches(tensors, 1 << 20)]
+
+
+@pytest.mark.parametrize("new", [1, 3, 100])
+@pytest.mark.parametrize("window", [1, 128, 4096])
+@pytest.mark.parametrize("backend", LAYERS)
+def test_a_window_bounds_workspace_and_grid(backend: str, window: int, new: int) -> None:
+    layer = Layer(**{**vars(LAYERS[backend]), "window": window})
+    small, large, huge = (
+        launches(backend, problem_of(layer, 4, new, width, 4 * width)) for width in (1024, 65536, 1 << 20)
+    )
+    assert small[1]
+    assert small == large == huge
+
+
+@pytest.mark.parametrize("backend", LAYERS)
+def test_a_window_bounds_the_workspace_on_hopper(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where launches need a driver."""
+    module = import_module(f"pagedattn.backends.{backend}")
+    if hasattr(module, "FORCE_SM80"):
+        monkeypatch.setattr(module, "FORCE_SM80", False)
+    layer = Layer(**{**vars(LAYERS[backend]), "window": 4096})
+    sizes = {
+        module.plan(problem_of(layer, 4, 1, width, 4 * width), Shapes("sm_90a")).workspace_bytes
+        for width in (1024, 65536, 1 << 20)
+    }
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("backend", ["decode_split_kv", "latent_mla"])
+def test_without_a_window_splits_cover_the_table(backend: str) -> None:
+    """That the test above sees the grid where it does grow."""
+    small, large = (launches(backend, problem_of(LAYERS[backend], 4, 1, width, 4 * width)) for width in (1024, 65536))
+    assert small[1][1][1][0] < large[1][1][1][0]
+    assert small[0] < large[0]
+
+
+@pytest.mark.parametrize("backend", LAYERS)
+def test_blocks_of_the_pool_change_nothing(backend: str) -> None:
+    problem = problem_of(LAYERS[backend], 4, 1, 1024, 4096)
+    assert launches(backend, problem) == launches(backend, replace(problem, num_blocks=1 << 24))
