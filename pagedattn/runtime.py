@@ -87,7 +87,6 @@ class CudaRuntime:
         self._id = device_id
         self._device = self._cupy.cuda.Device(device_id)
         self._current_device = self._cupy.cuda.runtime.getDevice
-        self._set_device = self._cupy.cuda.runtime.setDevice
         self._thread = _Thread()
         self._current_stream = self._cupy.cuda.get_current_stream
         self.arch = int(self._device.compute_capability)
@@ -117,7 +116,8 @@ class CudaRuntime:
     @contextmanager
     def _made_current(self, stream: int | None) -> Iterator[None]:
         with self._device, _NOTHING if stream is None else self._cupy.cuda.ExternalStream(stream, self._id):
-            self._set_device(self._id)  # binds the device's context to this thread, which the driver's calls need
+            # Binds the device's context to this thread, which the driver's calls need.
+            self._cupy.cuda.runtime.setDevice(self._id)
             self._thread.has_context = True
             yield
 

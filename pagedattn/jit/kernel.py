@@ -46,7 +46,8 @@ class Kernel(Generic[S]):
         Architectures that the source can be compiled for, such as ``("sm_90a",)``; None is every one.
     waits_itself : bool
         Every thread calls ``ptx::wait_for_previous_kernel`` before it reads what the kernel ahead of it in the stream
-        writes, or writes what that one reads. Where the device can, it then starts before that one has ended.
+        writes, or writes what that one reads. Where the device can, and the two are of one call, it then starts before
+        that one has ended.
     """
 
     stem: str
