@@ -297,7 +297,7 @@ def _softmax(scores: Array) -> tuple[Array, Array]:
 
 def _joined(x: Array) -> Array:
     """(heads, S, width) to (S, heads * width)."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+    return np.asarray(x.swapaxes(0, 1).reshape(x.shape[1], -1))
 
 
 def _placed(xp: Any, x: Array) -> Any:
