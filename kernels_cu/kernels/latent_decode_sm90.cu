@@ -28,6 +28,7 @@
 //   Lengths that enter the mask are read here; host bounds only size the grid and the splits.
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/kv_accessor.cuh>
+#include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/ptx/mbarrier.cuh>
 #include <pagedattn/ptx/setmaxnreg.cuh>
 #include <pagedattn/ptx/tma.cuh>
@@ -735,6 +736,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_c
     ptx::mbarrier_init_fence();
   }
   __syncthreads();  // the barriers are initialized for all threads
+  ptx::wait_for_previous_kernel();  // which writes the cache, next_work, and maybe the query
 
   if (threadIdx.x < kWarpgroup) {
     ptx::decrease_registers<kLoadRegisters>();

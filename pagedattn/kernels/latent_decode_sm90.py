@@ -72,7 +72,15 @@ def shared_bytes(spec: LatentDecodeSm90Spec) -> int:
     return (ROWS + 2 * TILE_KEYS) * HEAD_SIZE * 2 + BARRIER_BYTES + ALIGNMENT_BYTES
 
 
-KERNEL = Kernel("latent_decode_sm90", LatentDecodeSm90Spec, PARAMS, threads, shared_bytes, archs=("sm_90a",))
+KERNEL = Kernel(
+    "latent_decode_sm90",
+    LatentDecodeSm90Spec,
+    PARAMS,
+    threads,
+    shared_bytes,
+    archs=("sm_90a",),
+    waits_itself=True,
+)
 
 
 def row_tiles(token_count: int, batch_size: int, num_heads: int) -> int:
