@@ -11,7 +11,7 @@
 
 The record names its sources by a digest over the kernels and the Python that launches them, so a change to either
 makes it stale and the test suite fails until the check has run again. After a merge, `python -m scripts.generate_docs`
-brings the tables of docs/ up to it.
+brings the tables of docs/ up to it, and `python -m scripts.plot_bench` the figures.
 """
 
 from __future__ import annotations

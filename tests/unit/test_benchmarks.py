@@ -1,0 +1,135 @@
+"""The benchmark's page and figures: what they compare is the same work, and what they show is the record's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import bench, generate_docs, plot_bench
+
+PEERS = plot_bench.load_peers()
+PLOTTED = [name for names in plot_bench.FIGURES.values() for name in names]
+
+
+def measured() -> list[dict[str, Any]]:
+    """Rows as `scripts/bench.py` makes them: this library takes twice what the ceiling would leave."""
+    rows: list[dict[str, Any]] = [
+        {"workload": "ceilings", "read_gbps": 4600.0, "matmul_tflops": 660.0, "matmul_tflops_burst": 780.0}
+    ]
+    for name, workload in bench.WORKLOADS.items():
+        us = 2 * max(workload.kv_bytes() / 4600e3, workload.flops() / 660e6)
+        row = {"workload": name, "backend": "decode", "page": workload.page, "graph_us": us, "time_us": us + 5}
+        rates = {"kv_gbps": workload.kv_bytes() / us / 1e3, "tflops": workload.flops() / us / 1e6, "host_us": 14.0}
+        rows.append({**row, **rates, "pct_of_ceiling": 50.0, "sm_mhz": 1755, "power_w": None})
+    return rows
+
+
+def record_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    environment = {"gpu": "H200", "driver": 13000, "cupy": "14", "date": "2026-01-02"}
+    return {"pending": None, "environment": environment, "bench": rows}
+
+
+@pytest.mark.parametrize("name", PLOTTED)
+def test_others_did_the_same_work(name: str) -> None:
+    workload = bench.WORKLOADS[name]
+    assert PEERS["work"][name] == {"kv_bytes": workload.kv_bytes(), "flops": workload.flops()}
+
+
+@pytest.mark.parametrize("name", PLOTTED)
+def test_the_best_of_each_library_is_shown(name: str) -> None:
+    best = plot_bench.best_of_peers(PEERS["times"], name)
+    assert {"FlashInfer", "ONNX Runtime"} <= {row["peer"] for row in best}
+    for row in PEERS["times"]:
+        if row["workload"] == name:
+            same = [b for b in best if (b["peer"], b.get("note")) == (row["peer"], row.get("note"))]
+            assert len(same) == 1
+            assert plot_bench.time_of(same[0]) <= plot_bench.time_of(row)
+
+
+def test_peers_are_of_workloads_and_libraries_that_are_named() -> None:
+    assert {row["workload"] for row in PEERS["times"]} == set(PLOTTED)
+    assert {row["peer"] for row in PEERS["times"]} <= set(PEERS["environment"]["versions"])
+
+
+def test_the_page_of_a_record() -> None:
+    rows = measured()
+    page = generate_docs.benchmarks_on_gpu(record_of(rows), PEERS)
+    assert "pending" not in page
+    assert "H200, driver 13000, CuPy 14; 2026-01-02." in page
+    assert "4600 GB/s read, 660 TFLOP/s" in page
+    for name in bench.WORKLOADS:
+        assert f"| {name} |" in page
+    assert (
+        "| D1 | 64 x 8192 keys, 64/8/128, bfloat16 | decode | 16 | 933.7 | 938.7 | 14.0 | 2300 | 18 | 50 | 1755 | - |"
+        in page
+    )
+    assert f"| D1 | FlashInfer | decode, fa2 | 16 | 494.5 | 495.6 | {494.5 / rows[1]['graph_us']:.2f} |" in page
+    assert all(f"({figure}.png)" in page for figure in plot_bench.FIGURES)
+
+
+def test_the_page_of_a_part_of_a_record_and_of_an_error() -> None:
+    rows = [row for row in measured() if row["workload"] in ("ceilings", "D1", "M1")]
+    rows.append({"workload": "D2", "page": 16, "error": "OutOfMemoryError"})
+    page = generate_docs.benchmarks_on_gpu(record_of(rows), PEERS)
+    assert "| D2 | 1 x 131072 keys, 64/8/128, bfloat16 | OutOfMemoryError | 16 |" in page
+    assert "(prefill.png)" not in page
+    assert "(mla.png)" in page
+
+
+def test_the_page_of_a_pending_record() -> None:
+    page = generate_docs.benchmarks_on_gpu({**record_of(measured()), "pending": "no GPU"}, PEERS)
+    assert "the GPU record is pending" in page
+    assert "| D1 | FlashInfer | decode, fa2 | 16 | 494.5 | 495.6 | - |" in page
+    assert ".png" not in page
+
+
+def test_nothing_is_plotted_of_a_pending_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "record.json"
+    for content, reason in (
+        ({"pending": "no GPU was to be had", "bench": []}, "record.json is pending: no GPU was to be had"),
+        (record_of([]), "record.json holds no times"),
+        ([{"workload": "D1", "error": "wrong"}], "record.json holds no times"),
+    ):
+        file.write_text(json.dumps(content))
+        assert plot_bench.main([str(file), "--out", str(tmp_path)]) == 1
+        assert f"nothing to plot: {reason}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_bars_and_ceilings() -> None:
+    rows = measured()
+    for name in PLOTTED:
+        ours, *others = plot_bench.bars_of(rows, PEERS, name)
+        assert ours.label.startswith(plot_bench.OURS)
+        assert [bar.microseconds for bar in others] == sorted(bar.microseconds for bar in others)
+        assert plot_bench.ceiling_of(rows, name) == pytest.approx(ours.microseconds / 2)
+    assert plot_bench.ceiling_of(rows[:1], "D1") is None
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["record", "results"])
+def test_figures(whole: bool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib, which draws the figures, is absent")
+    rows = measured()
+    file = tmp_path / "times.json"
+    file.write_text(json.dumps(record_of(rows) if whole else rows))
+    assert plot_bench.main([str(file), "--out", str(tmp_path / "figures")]) == 0
+    for name in plot_bench.FIGURES:
+        content = (tmp_path / "figures" / f"{name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert plot_bench.digest_of(rows, PEERS).encode() in content
+
+
+def test_figures_of_the_page_are_of_the_record() -> None:
+    try:
+        rows = plot_bench.load_rows(plot_bench.RECORD)
+    except plot_bench.Pending:
+        assert not list(plot_bench.FOLDER.glob("*.png")), "figures of times that the record does not hold"
+        return
+    digest = plot_bench.digest_of(rows, PEERS).encode()
+    for name in plot_bench.FIGURES:
+        file = plot_bench.FOLDER / f"{name}.png"
+        content = file.read_bytes() if file.exists() else b""
+        assert digest in content, "run: python -m scripts.plot_bench"
