@@ -540,7 +540,7 @@ def benchmarks_on_gpu(record: dict[str, Any], peers: dict[str, Any]) -> str:
 
 def _conditions(record: dict[str, Any], ceilings: dict[str, Any]) -> str:
     environment = record["environment"]
-    versions = ", ".join(f"{name} {environment[key]}" for name, key in _VERSIONS if key in environment)
+    versions = ", ".join(f"{name} {_version(environment[key])}" for name, key in _VERSIONS if key in environment)
     product = ceilings["matmul_tflops"]
     text = f"{environment['gpu']}, {versions}; {environment['date']}. Command: `python scripts/gpu_check.py bench`. "
     text += f"Ceilings of the same run: {ceilings['read_gbps']:.0f} GB/s read"
@@ -551,7 +551,18 @@ def _conditions(record: dict[str, Any], ceilings: dict[str, Any]) -> str:
     return f"{text}. MHz and W are those right after the last replay."
 
 
-_VERSIONS = (("driver", "driver"), ("CUDA", "cuda"), ("NVRTC", "nvrtc"), ("CuPy", "cupy"), ("Python", "python"))
+_VERSIONS = (
+    ("CUDA driver", "driver"),
+    ("runtime", "cuda"),
+    ("NVRTC", "nvrtc"),
+    ("CuPy", "cupy"),
+    ("Python", "python"),
+)
+
+
+def _version(value: object) -> str:
+    """A version; CUDA's own are numbers, 13020 for 13.2."""
+    return f"{value // 1000}.{value % 1000 // 10}" if isinstance(value, int) else str(value)
 
 
 def _times(rows: dict[str, Any]) -> str:

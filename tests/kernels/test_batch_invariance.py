@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagedattn.backends import flash_prefill, latent_mla
 from pagedattn.kernels import decode_split_kv
 from tests.faults.targets import Target
 from tests.kernels.test_matrix import TARGETS
@@ -27,6 +28,16 @@ def targets(backend: str) -> list[Any]:
         for target in TARGETS
         if target.backend == backend
     ]
+
+
+def kernels(backend: str) -> list[Any]:
+    """Targets of a backend; Hopper has a kernel of its own beside that of all others, so it is there twice."""
+    both = [
+        pytest.param(*param.values, True, id=f"{param.id}-sm80", marks=param.marks)
+        for param in targets(backend)
+        if param.values[0].on_gpu and param.values[0].arch == 90
+    ]
+    return [*(pytest.param(*param.values, False, id=param.id, marks=param.marks) for param in targets(backend)), *both]
 
 
 def contexts(count: int, longest: int) -> list[int]:
@@ -90,34 +101,19 @@ def test_decode_whoever_merges(target: Target, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(not targets("latent"), reason="needs a GPU with CuPy, or g++ and the CUDA headers")
 @pytest.mark.parametrize("num_heads", [16, 128])
-@pytest.mark.parametrize("target", targets("latent"))
-def test_latent(target: Target, num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("target", "force_sm80"), kernels("latent"))
+def test_latent(target: Target, force_sm80: bool, num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_mla, "FORCE_SM80", force_sm80)
     target.force_splits(monkeypatch, split_keys(target))
     head_size, v_head_size = (576, 512) if target.on_gpu else (144, 128)
     pool = pool_of(target, Layer(num_heads, 1, head_size, v_head_size))
     assert differing(pool, batches(len(pool.lengths)), [None, 20 * pool.width]) == []
 
 
-FLASH_LAYERS = [Layer(8, 1, 64), Layer(8, 1, 128, window=70)]
-
-
-def check_flash(target: Target, layer: Layer) -> None:
+@pytest.mark.skipif(not targets("flash"), reason="needs a GPU with CuPy, or g++ and the CUDA headers")
+@pytest.mark.parametrize("layer", [Layer(8, 1, 64), Layer(8, 1, 128, window=70)], ids=str)
+@pytest.mark.parametrize(("target", "force_sm80"), kernels("flash"))
+def test_flash(target: Target, force_sm80: bool, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_prefill, "FORCE_SM80", force_sm80)
     pool = pool_of(target, layer, new=(9, 40, 17, 300) if target.on_gpu else (9, 40, 17))
     assert differing(pool, batches(len(pool.lengths)), [None, 20 * pool.width]) == []
-
-
-@pytest.mark.skipif(not targets("flash"), reason="needs a GPU with CuPy, or g++ and the CUDA headers")
-@pytest.mark.parametrize("layer", FLASH_LAYERS, ids=str)
-@pytest.mark.parametrize("target", targets("flash"))
-def test_flash(target: Target, layer: Layer) -> None:
-    check_flash(target, layer)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not any(t.on_gpu and t.arch == 90 for t in TARGETS), reason="needs a Hopper GPU, which has two kernels"
-)
-@pytest.mark.parametrize("layer", FLASH_LAYERS, ids=str)
-def test_flash_without_hopper(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagedattn.backends.flash_prefill.FORCE_SM80", True)
-    check_flash(next(t for t in TARGETS if t.on_gpu and t.backend == "flash"), layer)

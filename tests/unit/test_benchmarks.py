@@ -28,7 +28,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def record_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    environment = {"gpu": "H200", "driver": 13000, "cupy": "14", "date": "2026-01-02"}
+    environment = {"gpu": "H200", "driver": 13020, "cupy": "14", "date": "2026-01-02"}
     return {"pending": None, "environment": environment, "bench": rows}
 
 
@@ -58,7 +58,7 @@ def test_the_page_of_a_record() -> None:
     rows = measured()
     page = generate_docs.benchmarks_on_gpu(record_of(rows), PEERS)
     assert "pending" not in page
-    assert "H200, driver 13000, CuPy 14; 2026-01-02." in page
+    assert "H200, CUDA driver 13.2, CuPy 14; 2026-01-02." in page
     assert "4600 GB/s read, 660 TFLOP/s" in page
     for name in bench.WORKLOADS:
         assert f"| {name} |" in page
