@@ -1,0 +1,77 @@
+"""Kernels that start before the one ahead has ended: the same bits as one after the other, in steps without a pause."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pagedattn.graph import GraphedStep
+from pagedattn.jit.launch import cuda_executor
+
+from .decoding import Decoder, Model, host
+
+MODELS = [
+    Model(),
+    Model(cache="int8", window=40),
+    Model(batch_size=1, num_heads=2, kv_num_heads=1, capacity=8192),  # splits that a kernel merges
+    Model(batch_size=3, new_tokens=3, num_heads=16),
+    Model(num_heads=16, kv_num_heads=1, head_size=576, v_head_size=512),
+]
+
+
+@pytest.fixture
+def plain(cupy, monkeypatch):
+    """A function after which no kernel starts early."""
+
+    def arrange():
+        executor = cuda_executor(0)
+        monkeypatch.setattr(executor, "_can_overlap", False)
+        functions = {key: replace(function, overlaps=False) for key, function in executor._functions.items()}
+        monkeypatch.setattr(executor, "_functions", functions)
+
+    return arrange
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_steps_without_a_pause(cupy, plain, model, graphed):
+    def run():
+        decoder = Decoder(cupy, model)
+        decoder.prepare([300] * model.batch_size, 0)
+        step = GraphedStep(decoder.step) if graphed else decoder.step
+        decoder.prepare([300] * model.batch_size, 0)
+        results = []
+        for _ in range(40):
+            output, lse = (x.copy() for x in step())
+            results += [output, lse]
+            # The next query is what was just computed.
+            decoder.arrays["query"].view(np.uint16)[:, : output.shape[1]] = output.view(np.uint16)
+            decoder.arrays["past_seqlens"] += 1
+        return host(results), [x.tobytes() for x in decoder.caches()]
+
+    overlapped = run()
+    plain()
+    assert run() == overlapped
+
+
+def test_a_call_may_be_the_first_thing_that_a_thread_asks_of_the_device(cupy):
+    decoder = Decoder(cupy, Model())
+    decoder.prepare([3, 40, 150], 0)
+    want = host(decoder.step())
+    outcomes = []
+
+    def run():
+        try:
+            decoder.operator(**decoder.arrays)
+            outcomes.append(None)
+        except Exception as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert outcomes == [None]
+    assert host(decoder.step()) == want
