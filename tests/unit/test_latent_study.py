@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +83,13 @@ def test_tables_are_whole():
     text = study.every_storage(SMALL)
     assert len({line.count("|") for line in text.splitlines()}) == 1
     assert text.count("\n") == 1 + len(study.STORAGES) + 2
+
+
+def test_the_examples_of_the_page_run():
+    page = (Path(study.__file__).resolve().parents[1] / "docs" / "mla.md").read_text()
+    names: dict[str, Any] = {}
+    for code in page.split("```python\n")[1:]:
+        exec(code.partition("```")[0], names)
+    assert names["heads"].shape == (2, 16 * 128)
+    assert names["k"].relative_error < 0.01
+    assert names["small"].any()
