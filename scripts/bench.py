@@ -6,7 +6,8 @@
 
 Each workload is checked against the float64 reference first, then timed: eager calls behind a kernel that keeps the
 GPU busy while the host runs ahead, and replays of a CUDA graph, of 16 calls where they are decode steps, as layers of a
-model are. Inputs are rotated when they would fit in the L2 cache. Times are medians of time per call; the ceilings (pure read of 8 GB, a large matrix product) are measured in the same run.
+model are. Inputs are rotated when they would fit in the L2 cache. Times are medians of time per call; the ceilings
+(pure read of 8 GB, a large matrix product) are measured in the same run.
 """
 
 from __future__ import annotations
