@@ -110,7 +110,7 @@ def environment() -> dict[str, Any]:
 
 def run_tests() -> dict[str, Any]:
     """Run the tests marked gpu; the kernels they need are compiled in parallel by the first one."""
-    workers = ["-n", str(min(12, os.cpu_count() or 1))] if _has_module("xdist") else []
+    workers = ["-n", str(os.cpu_count() or 1)] if _has_module("xdist") else []
     return run_pytest("-m", "gpu or big_gpu", *workers, "tests")
 
 
@@ -121,6 +121,7 @@ def run_pytest(*arguments: str) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments],
             cwd=ROOT,
+            env={**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")},  # a core a worker
             text=True,
             check=False,
             stdout=subprocess.PIPE,
