@@ -579,8 +579,8 @@ class _Call:
             if name in self.arrays:
                 tensors[name] = rows.pack(self.padded(name))
         tensors.update(
-            key_cache=cache.work_key.swapaxes(1, 2),
-            value_cache=cache.work_value.swapaxes(1, 2),
+            key_cache=_by_token(cache.work_key),
+            value_cache=_by_token(cache.work_value),
             cumulative_sequence_length=rows.cumulative_sequence_length,
             past_seqlens=cache.past.astype(np.int32),
             attention_metadata=np.array([self.length, cache.bound], np.int32),
@@ -730,6 +730,11 @@ class _WindowCache(_Cache):
 
             x = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
         return _bits(self.call.native(x, adapter))
+
+
+def _by_token(x: Any) -> Any:
+    """A cache (B, KH, T, D) as (B, T, KH, D)."""
+    return Float8View(_by_token(x.array)) if isinstance(x, Float8View) else x.swapaxes(1, 2)
 
 
 def _enlarged(x: Any, capacity: int) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from pagedattn import PagedAttentionError, PagedAttentionResult, gqa, group_query_attention
+from pagedattn import Float8View, PagedAttentionError, PagedAttentionResult, gqa, group_query_attention
 from tests.support.build import TYPES, Built, build
 from tests.support.cases import SMOKE, Case
 from tests.support.compare import verify
@@ -16,9 +17,20 @@ from tests.support.padded import Padded, has_padded_form, padded
 CASES = [case for case in SMOKE if has_padded_form(case) and case.io != "float32"]
 
 
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
 def on_gpu(cupy: Any, call: Padded) -> dict[str, Any]:
     """Inputs as CuPy arrays, but for the scalar."""
-    return {name: x if name == "total_sequence_length" else cupy.asarray(x) for name, x in call.inputs.items()}
+
+    def moved(x: Any) -> Any:
+        return Float8View(cupy.asarray(x.view(np.uint8))) if x.dtype == FLOAT8 else cupy.asarray(x)
+
+    return {name: x if name == "total_sequence_length" else moved(x) for name, x in call.inputs.items()}
+
+
+def to_host(x: Any) -> Any:
+    return x.array.get().view(FLOAT8) if isinstance(x, Float8View) else x.get()
 
 
 def ragged(built: Built, call: Padded, got: Any) -> PagedAttentionResult:
@@ -32,7 +44,7 @@ def ragged(built: Built, call: Padded, got: Any) -> PagedAttentionResult:
         output_qk = np.zeros((case.num_heads, case.token_count, scores.shape[2]), scores.dtype)
         output_qk[:, :rows] = scores
     caches = (
-        call.paged(present.get(), built[name])
+        call.paged(to_host(present), built[name])
         for present, name in ((got.present_key, "key_cache"), (got.present_value, "value_cache"))
     )
     return PagedAttentionResult(output, *caches, output_qk)

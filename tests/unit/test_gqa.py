@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedattn import InvalidArgumentError, UnsupportedError, gqa, group_query_attention, paged_attention
+from pagedattn import Float8View, InvalidArgumentError, UnsupportedError, gqa, group_query_attention, paged_attention
 from tests.support.build import build
 from tests.support.cases import CORNER, SMOKE, Case, grid, tiny
 from tests.support.compare import assert_same_bits, bits
@@ -52,6 +52,19 @@ def test_equals_paged_attention_bit_for_bit(case: Case):
             for b, slots in enumerate(call.slots)
         ]
         assert all(np.array_equal(bits(now), bits(then)) for now, then in kept), f"{name} was written"
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.cache == "float8e4m3fn"], ids=str)
+def test_float8_caches_may_be_views_of_bytes(case: Case):
+    call = padded(build(case))
+    bare = padded(build(case)).inputs
+    for name in ("past_key", "past_value"):
+        bare[name] = Float8View(bare[name].view(np.uint8))
+    want = group_query_attention(**call.inputs, **call.attributes)
+    got = group_query_attention(**bare, **call.attributes)
+    assert_same_bits(got.output, want.output)
+    assert_same_bits(got.present_key.array, want.present_key.view(np.uint8), "present_key")
+    assert_same_bits(got.present_value.array, want.present_value.view(np.uint8), "present_value")
 
 
 def test_the_cases_reach_every_feature():
