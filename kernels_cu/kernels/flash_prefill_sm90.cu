@@ -2,10 +2,11 @@
 //
 //   grid    x: CTAs that stay; each takes every gridDim.x-th piece of work, alternately from the left and from the right
 //   work    (kv head, tile of tokens with all query heads of the group), a sequence's last tokens, which see most keys, first
-//   CTA     a warp that loads queries, one keys, one values, one that leaves; S.warpgroups warpgroups compute on 64 rows each
+//   CTA     a warp that loads queries, one keys, one values, one that leaves; with a quantized cache a warpgroup that widens its
+//           codes; S.warpgroups warpgroups compute on 64 rows each
 //   reads   query once; the key and value tiles that some token of the work admits, once per work, in place
 //   writes  output and lse, rows of padding tokens included
-//   smem    | queries: 64 rows per warpgroup | S.stages key tiles | S.stages value tiles | barriers, Work |
+//   smem    | queries: 64 rows per warpgroup | S.stages key tiles | S.stages value tiles | as many rings of codes | barriers, Work |
 //
 // The warp that loads queries finds the work, one piece ahead, and tells all others of it in shared memory. Those that load
 // keys and values run ahead by as many tiles as there are stages, into the next work too.
@@ -14,14 +15,19 @@
 //
 // A warpgroup's softmax runs under its own p.V and under the products of the other warpgroups, which take turns issuing.
 //
+// Codes arrive in rings of their own, in dense rows, and become float16 without their scale, exactly. The query is made float16
+// in place (Consumer::scale_query), the scale of the values is left to the sums.
+//
 // A tile in shared memory has rows of kRowBytes that wgmma's swizzle permutes, eight of them an atom:
 //   tile [tile_kv / 8][kChannelGroups] atoms, so that the rows of one block of the cache are one contiguous box of the copy
 //   queries [warpgroups][kChannelGroups][64 / 8] atoms
 // Invariants
 //   What no token of the work admits is not read where it fills blocks, and is zeros in the value tile where it does not:
-//   nothing that is masked can reach the sums as 0 x NaN. Blocks that are not mapped arrive as zeros and are masked.
+//   nothing that is masked can reach the sums as 0 x NaN. Blocks that are not mapped arrive as zeros, which are a finite
+//   number in every type, and are masked.
 //   Lengths that enter the mask are read here; host bounds only size the grid.
 #include <pagedattn/epilogue.cuh>
+#include <pagedattn/key_fragments.cuh>
 #include <pagedattn/kv_accessor.cuh>
 #include <pagedattn/mask.cuh>
 #include <pagedattn/ptx/exp2.cuh>
@@ -33,25 +39,29 @@
 #include <pagedattn/softmax.cuh>
 
 struct FlashPrefillSm90Spec {
-  DType io;        // of query, output and cache
+  DType io;         // of query and output
+  DType cache;      // the same, or codes
   int head_size;
-  int tile_kv;     // keys of a tile, 64 or 128
+  int tile_kv;      // keys of a tile, 64 or 128
   int stages;
-  int warpgroups;  // that compute, 2 or 3
-  bool has_rules;  // softcap, attention_bias or a scale that is not positive
+  int code_stages;  // 0 without codes
+  int warpgroups;   // that compute, 2 or 3
+  bool has_rules;   // softcap, attention_bias or a scale that is not positive
 };
 
 struct FlashPrefillSm90Params {
   TensorMap query_map;  // [kChannelGroups, token_count, num_heads, kGroupChannels]; box [1, tokens of a warpgroup, group_size, all]
   TensorMap key_map;    // [num_blocks, block_size / 8, channel groups, 8, kGroupChannels]; box [1, all or a tile's, kChannelGroups, all, all]
-  TensorMap value_map;
+  TensorMap value_map;  // or, with codes, rows of all channels: [num_blocks, block_size / 8, kv_num_heads, 8, row bytes]
+  KvCache key_cache;    // for the scale
+  KvCache value_cache;
   SequenceTable sequences;
   BlockTable blocks;
   ScoreRules rules;
   Output out;
   int group_size;        // query heads of a kv head, at most 64
   int kv_num_heads;
-  int key_head_step;     // channel groups from head to head
+  int key_head_step;     // channel groups, or rows of codes, from head to head
   int value_head_step;
 };
 
@@ -77,6 +87,8 @@ struct Work {
 
 template <FlashPrefillSm90Spec S> struct Flash {
   using Io = element_t<S.io>;
+  static constexpr bool kCodes = is_quantized(S.cache);
+  using Math = element_t<kCodes ? DType::f16 : S.io>;  // of operands
   static constexpr int kGroupChannels = S.head_size % 64 == 0 ? 64 : 32;
   static constexpr int kChannelGroups = S.head_size / kGroupChannels;
   static constexpr int kRowBytes = 2 * kGroupChannels;
@@ -86,47 +98,83 @@ template <FlashPrefillSm90Spec S> struct Flash {
   static constexpr int kQueryBytes = kChannelGroups * kQueryGroupBytes;  // of a warpgroup
   static constexpr int kEightKeysBytes = kChannelGroups * kAtomBytes;
   static constexpr int kTileBytes = S.tile_kv / 8 * kEightKeysBytes;
+  static constexpr int kCodeBytes = S.tile_kv * row_bytes_of(S.cache, S.head_size);  // of a tile
+  static constexpr int kLoadedStages = kCodes ? S.code_stages : S.stages;
+  static constexpr int kLoadedBytes = kCodes ? kCodeBytes : kTileBytes;
+  static constexpr int kUnits = S.head_size / 8;  // 16-byte units of a row of operands
+  static constexpr int kFirstConsumer = kCodes ? 2 : 1;  // warpgroup
   static constexpr int kConsumerThreads = S.warpgroups * kWarpgroup;
-  static constexpr int kThreads = kWarpgroup + kConsumerThreads;
+  static constexpr int kThreads = kFirstConsumer * kWarpgroup + kConsumerThreads;
   // A CTA starts with the same multiple of 8 for each thread, and shares out no more than that.
   static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kLoadRegisters = S.warpgroups == 2 ? 40 : 32;
-  static constexpr int kComputeRegisters = S.warpgroups == 2 ? 232 : 160;
-  static_assert(kLoadRegisters + S.warpgroups * kComputeRegisters <= (1 + S.warpgroups) * kStartRegisters, "more would wait forever");
+  static constexpr int kLoadRegisters = kThreads == 3 * kWarpgroup ? 40 : 32;  // of the first warpgroups
+  static constexpr int kComputeRegisters = S.warpgroups == 3 ? 160 : kCodes ? 224 : 232;
+  static_assert(kFirstConsumer * kLoadRegisters + S.warpgroups * kComputeRegisters <= kThreads / kWarpgroup * kStartRegisters,
+                "more would wait forever");
+
+  // Where the atoms of a key are in its tile.
+  static __device__ __forceinline__ int row_offset(int key) { return key / 8 * kEightKeysBytes; }
+  // Where the swizzle puts 16-byte unit `unit` of the channels of a row, from the start of channel group 0 of the row's atom.
+  static __device__ __forceinline__ int unit_offset(int row, int unit, int group_bytes) {
+    constexpr int kUnitsOfGroup = kGroupChannels / 8;
+    const int permuted = unit % kUnitsOfGroup ^ (kRowBytes == 128 ? row % 8 : row / 2 % 4);
+    return unit / kUnitsOfGroup * group_bytes + row % 8 * kRowBytes + 16 * permuted;
+  }
+};
+
+// A ring of tiles in shared memory.
+struct Tiles {
+  unsigned char* data;
+  uint64_t* full;
+  uint64_t* empty;
 };
 
 template <FlashPrefillSm90Spec S> struct Shared {
   using F = Flash<S>;
   unsigned char* query;
-  unsigned char* keys;
-  unsigned char* values;
+  Tiles keys;                 // [stages], as the products read them
+  Tiles values;
+  Tiles loaded_keys;          // [kLoadedStages], as the copy engine brings them: the same, or codes
+  Tiles loaded_values;
+  uint32_t* unmapped;         // [stages] bit i: block i of the key tile has nothing to see
+  uint32_t* loaded_unmapped;  // [kLoadedStages]
   uint64_t* query_full;
   uint64_t* query_empty;
-  uint64_t* work_full;    // [2]
+  uint64_t* work_full;        // [2]
   uint64_t* work_empty;
-  uint64_t* keys_full;    // [stages], as those below
-  uint64_t* keys_empty;
-  uint64_t* values_full;
-  uint64_t* values_empty;
-  uint32_t* unmapped;     // [stages] bit i: block i of the key tile has nothing to see
-  Work* work;             // [2] of this round and of the next
+  Work* work;                 // [2] of this round and of the next
 
   __device__ __forceinline__ Shared() {
-    unsigned char* s_base = shared_memory<unsigned char>();
-    s_base += -ptx::shared_address(s_base) & 1023u;
-    query = s_base;
-    keys = query + S.warpgroups * F::kQueryBytes;
-    values = keys + S.stages * F::kTileBytes;
-    query_full = reinterpret_cast<uint64_t*>(values + S.stages * F::kTileBytes);
-    query_empty = query_full + 1;
-    work_full = query_full + 2;
-    work_empty = work_full + 2;
-    keys_full = work_empty + 2;
-    keys_empty = keys_full + S.stages;
-    values_full = keys_empty + S.stages;
-    values_empty = values_full + S.stages;
-    unmapped = reinterpret_cast<uint32_t*>(values_empty + S.stages);
-    work = reinterpret_cast<Work*>(unmapped + S.stages);
+    unsigned char* s_next = shared_memory<unsigned char>();
+    s_next += -ptx::shared_address(s_next) & 1023u;
+    const auto take = [&](int bytes) { return (s_next += bytes) - bytes; };
+    const auto take_barriers = [&](int count) { return reinterpret_cast<uint64_t*>(take(count * static_cast<int>(sizeof(uint64_t)))); };
+    const auto take_words = [&](int count) { return reinterpret_cast<uint32_t*>(take(count * static_cast<int>(sizeof(uint32_t)))); };
+    query = take(S.warpgroups * F::kQueryBytes);
+    keys.data = take(S.stages * F::kTileBytes);
+    values.data = take(S.stages * F::kTileBytes);
+    loaded_keys.data = take(S.code_stages * F::kCodeBytes);
+    loaded_values.data = take(S.code_stages * F::kCodeBytes);
+    query_full = take_barriers(1);
+    query_empty = take_barriers(1);
+    work_full = take_barriers(2);
+    work_empty = take_barriers(2);
+    keys.full = take_barriers(S.stages);
+    keys.empty = take_barriers(S.stages);
+    values.full = take_barriers(S.stages);
+    values.empty = take_barriers(S.stages);
+    loaded_keys.full = take_barriers(S.code_stages);
+    loaded_keys.empty = take_barriers(S.code_stages);
+    loaded_values.full = take_barriers(S.code_stages);
+    loaded_values.empty = take_barriers(S.code_stages);
+    unmapped = take_words(S.stages);
+    loaded_unmapped = take_words(S.code_stages);
+    work = reinterpret_cast<Work*>(s_next);
+    if constexpr (!F::kCodes) {
+      loaded_keys = keys;
+      loaded_values = values;
+      loaded_unmapped = unmapped;
+    }
   }
 };
 
@@ -284,11 +332,9 @@ __device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, cons
   const int parts = S.tile_kv / block_keys;
   const TensorMap& map = kValues ? p.value_map : p.key_map;
   const int head_step = kValues ? p.value_head_step : p.key_head_step;
-  unsigned char* s_tiles = kValues ? shared.values : shared.keys;
-  uint64_t* s_full_of = kValues ? shared.values_full : shared.keys_full;
-  uint64_t* s_empty_of = kValues ? shared.values_empty : shared.keys_empty;
+  const Tiles& tiles = kValues ? shared.loaded_values : shared.loaded_keys;
   Ring<2> works;
-  Ring<S.stages> ring;
+  Ring<F::kLoadedStages> ring;
 
 #pragma unroll 1
   for (;; works.advance()) {
@@ -314,21 +360,95 @@ __device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, cons
 #pragma unroll
       for (int part = 0; part < S.tile_kv / kSmallestBlock; ++part) from[part] = __shfl_sync(kFullWarp, block, part);
       const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped) & ((2u << (parts - 1)) - 1u);
-      uint64_t* s_full = s_full_of + ring.stage;
-      ptx::mbarrier_wait(s_empty_of + ring.stage, ring.parity ^ 1);
+      uint64_t* s_full = tiles.full + ring.stage;
+      ptx::mbarrier_wait(tiles.empty + ring.stage, ring.parity ^ 1);
       if (ptx::elect()) {
-        if constexpr (!kValues) shared.unmapped[ring.stage] = unmapped;
-        ptx::mbarrier_arrive_expect(s_full, F::kTileBytes);
+        if constexpr (!kValues) shared.loaded_unmapped[ring.stage] = unmapped;
+        ptx::mbarrier_arrive_expect(s_full, F::kLoadedBytes);
         const int eight = offset_in_block(p.blocks, work.first_key + i * S.tile_kv) / 8;  // 0 unless the tile lies in one block
 #pragma unroll
         for (int part = 0; part < S.tile_kv / kSmallestBlock; ++part) {
           if (part >= parts) break;
-          ptx::tma_load(s_tiles + ring.stage * F::kTileBytes + part * (block_keys / 8) * F::kEightKeysBytes, map, s_full, 0, 0,
-                        work.kv_head * head_step, eight, from[part]);
+          ptx::tma_load(tiles.data + ring.stage * F::kLoadedBytes + part * (block_keys / 8) * (F::kLoadedBytes / (S.tile_kv / 8)), map,
+                        s_full, 0, 0, work.kv_head * head_step, eight, from[part]);
         }
       }
       __syncwarp();
       ring.advance();
+    }
+  }
+}
+
+// Eight codes, a float8 or int8 each or a nibble, to float16 in their order.
+template <DType Cache> __device__ __forceinline__ Vector16 widen_8(const unsigned char* s_codes) {
+  Vector16 wide;
+  if constexpr (Cache == DType::i4) {
+    uint32_t pairs[4];  // codes i and i + 4
+    widen<Cache, false>(*reinterpret_cast<const uint32_t*>(s_codes), pairs);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      wide.word[i] = ptx::byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x5410);
+      wide.word[i + 2] = ptx::byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x7632);
+    }
+  } else {
+    const uint64_t codes = *reinterpret_cast<const uint64_t*>(s_codes);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t pairs[2];
+      widen<Cache, false>(static_cast<uint32_t>(codes >> (32 * i)), pairs);
+      wide.word[2 * i] = pairs[0];
+      wide.word[2 * i + 1] = pairs[1];
+    }
+  }
+  return wide;
+}
+
+// One tile of codes to operands, in 16-byte units of eight. Neighbouring lanes take neighbouring units, so that neither side has
+// bank conflicts: what a warp reads is dense, and eight lanes write a row of the swizzle, whose units are in eight groups of banks.
+template <FlashPrefillSm90Spec S, bool kValues>
+__device__ __forceinline__ void widen_tile(const Shared<S>& shared, const Ring<Flash<S>::kLoadedStages>& from, const Ring<S.stages>& to) {
+  using F = Flash<S>;
+  constexpr int kRounds = S.tile_kv * F::kUnits / kWarpgroup;
+  const Tiles& codes = kValues ? shared.loaded_values : shared.loaded_keys;
+  const Tiles& tiles = kValues ? shared.values : shared.keys;
+  const unsigned char* s_codes = codes.data + from.stage * F::kCodeBytes;
+  unsigned char* s_tile = tiles.data + to.stage * F::kTileBytes;
+  ptx::mbarrier_wait(codes.full + from.stage, from.parity);
+  ptx::mbarrier_wait(tiles.empty + to.stage, to.parity ^ 1);
+  if (!kValues && threadIdx.x % kWarpgroup == 0) shared.unmapped[to.stage] = shared.loaded_unmapped[from.stage];
+#pragma unroll 4
+  for (int i = 0; i < kRounds; ++i) {
+    const int unit = i * kWarpgroup + threadIdx.x % kWarpgroup;
+    const int key = unit / F::kUnits;
+    *reinterpret_cast<Vector16*>(s_tile + F::row_offset(key) + F::unit_offset(key, unit % F::kUnits, F::kAtomBytes)) =
+        widen_8<S.cache>(s_codes + unit * bits_of(S.cache));
+  }
+  ptx::fence_async_proxy();
+  __syncwarp();  // the whole warp's reads and stores come before the arrivals
+  if (threadIdx.x % kWarpSize == 0) {
+    ptx::mbarrier_arrive(codes.empty + from.stage);
+    ptx::mbarrier_arrive(tiles.full + to.stage);
+  }
+}
+
+// The warpgroup between the copy engine and the products.
+template <FlashPrefillSm90Spec S> __device__ __forceinline__ void widen_tiles(const Shared<S>& shared) {
+  Ring<2> works;
+  Ring<Flash<S>::kLoadedStages> from;
+  Ring<S.stages> to;
+#pragma unroll 1
+  for (;; works.advance()) {
+    ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+    const int tokens = shared.work[works.stage].tokens;
+    int tiles = shared.work[works.stage].tile_count;
+    ptx::mbarrier_arrive(shared.work_empty + works.stage);
+    if (tokens == 0) break;
+#pragma unroll 1
+    for (; tiles > 0; --tiles) {
+      widen_tile<S, false>(shared, from, to);
+      widen_tile<S, true>(shared, from, to);
+      from.advance();
+      to.advance();
     }
   }
 }
@@ -339,9 +459,9 @@ struct RowPair {
   float sum[2] = {0.0f, 0.0f};                                      // of this lane's weights
 };
 
-// Scores to weights. `factor` takes a score to base 2. Returns whether what was accumulated before must be scaled.
+// Scores to weights. `factor` takes a score of a row to base 2. Returns whether what was accumulated before must be scaled.
 template <int kCount>
-__device__ __forceinline__ bool weigh(float (&scores)[kCount], RowPair& rows, float factor, float (&rescale)[2]) {
+__device__ __forceinline__ bool weigh(float (&scores)[kCount], RowPair& rows, const float (&factor)[2], float (&rescale)[2]) {
   float top[2][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -354,25 +474,25 @@ __device__ __forceinline__ bool weigh(float (&scores)[kCount], RowPair& rows, fl
     }
     top[half][0] = group_max<4>(fmaxf(top[half][0], top[half][1]));
   }
-  const bool far = (top[0][0] - rows.reference[0]) * factor > kSlack || (top[1][0] - rows.reference[1]) * factor > kSlack;
+  const bool far = (top[0][0] - rows.reference[0]) * factor[0] > kSlack || (top[1][0] - rows.reference[1]) * factor[1] > kSlack;
   const bool moved = __any_sync(kFullWarp, far);
   if (moved) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float reference = fmaxf(rows.reference[half], top[half][0]);
-      rescale[half] = reference == negative_infinity() ? 1.0f : ptx::exp2_approximate((rows.reference[half] - reference) * factor);
+      rescale[half] = reference == negative_infinity() ? 1.0f : ptx::exp2_approximate((rows.reference[half] - reference) * factor[half]);
       rows.reference[half] = reference;
       rows.sum[half] *= rescale[half];
     }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float shift = rows.reference[half] == negative_infinity() ? 0.0f : -rows.reference[half] * factor;
+    const float shift = rows.reference[half] == negative_infinity() ? 0.0f : -rows.reference[half] * factor[half];
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 2 * half; i < kCount; i += 4) {
-      scores[i] = ptx::exp2_approximate(fmaf(scores[i], factor, shift));
-      scores[i + 1] = ptx::exp2_approximate(fmaf(scores[i + 1], factor, shift));
+      scores[i] = ptx::exp2_approximate(fmaf(scores[i], factor[half], shift));
+      scores[i + 1] = ptx::exp2_approximate(fmaf(scores[i + 1], factor[half], shift));
       sum[0] += scores[i];
       sum[1] += scores[i + 1];
     }
@@ -381,10 +501,10 @@ __device__ __forceinline__ bool weigh(float (&scores)[kCount], RowPair& rows, fl
   return moved;
 }
 
-// Weights of a tile as A operands of p . v, rounded to the io type.
-template <class Io, int kCount> __device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 8][4], const float (&weights)[kCount]) {
+// Weights of a tile as A operands of p . v, rounded to their type.
+template <class Math, int kCount> __device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 8][4], const float (&weights)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) p[i / 4][i % 4] = ptx::pack_2<Io>(weights[2 * i], weights[2 * i + 1]);
+  for (int i = 0; i < kCount / 2; ++i) p[i / 4][i % 4] = ptx::pack_2<Math>(weights[2 * i], weights[2 * i + 1]);
 }
 
 // Exchanges within four lanes: word i of lane t becomes word t of lane i.
@@ -411,6 +531,7 @@ __device__ __forceinline__ void transpose_4(uint32_t (&word)[4]) {
 template <FlashPrefillSm90Spec S> struct Consumer {
   using F = Flash<S>;
   using Io = typename F::Io;
+  using Math = typename F::Math;
   static constexpr int kScores = S.tile_kv / 2;
   static constexpr int kOutputs = S.head_size / 2;
 
@@ -425,15 +546,25 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   Ring<S.stages> value_ring{};
   Work work{};
   KeyRange admitted[2];
-  int token[2];  // of the lane's rows, in the work; -1: the row does not exist
-  int head[2];
+  int place[2];    // 64 x token in the work + head in the group, of the lane's rows; -1: the row does not exist
+  float scale[2];  // of q . k; to base 2 unless rules come between
 
   __device__ __forceinline__ Consumer(const FlashPrefillSm90Params& params, const Shared<S>& s)
-      : p(params), shared(s), warpgroup(static_cast<int>(threadIdx.x) / kWarpgroup - 1) {
+      : p(params), shared(s), warpgroup(static_cast<int>(threadIdx.x) / kWarpgroup - F::kFirstConsumer) {
     query = ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(s.query) + warpgroup * F::kQueryBytes, 16, F::kAtomBytes);
-    keys = ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(s.keys), 16, F::kEightKeysBytes);
-    values = ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(s.values), F::kAtomBytes, F::kEightKeysBytes);
+    keys = ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(s.keys.data), 16, F::kEightKeysBytes);
+    values = ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(s.values.data), F::kAtomBytes, F::kEightKeysBytes);
   }
+
+  __device__ __forceinline__ void wait_query() {
+    ptx::mbarrier_wait(shared.query_full, query_ring.parity);
+    query_ring.advance();
+    if constexpr (F::kCodes) scale_query();
+  }
+
+  __device__ __forceinline__ bool exists(int half) const { return place[half] >= 0; }
+  __device__ __forceinline__ int token_of(int half) const { return place[half] / F::kRows; }
+  __device__ __forceinline__ int head_of(int half) const { return work.kv_head * p.group_size + place[half] % F::kRows; }
 
   __device__ __forceinline__ void set_rows() {
     const int tokens = F::kRows / p.group_size;
@@ -441,10 +572,72 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4 + 8 * half;
       const int own = row / p.group_size;
-      head[half] = work.kv_head * p.group_size + row % p.group_size;
-      token[half] = own < tokens && warpgroup * tokens + own < work.tokens ? warpgroup * tokens + own : -1;
-      admitted[half] = token[half] >= 0 ? keys_of_token(p.sequences, p.rules, work, token[half]) : KeyRange{0, 0};
+      const int token = warpgroup * tokens + own;
+      place[half] = own < tokens && token < work.tokens ? F::kRows * token + row - own * p.group_size : -1;
+      admitted[half] = exists(half) ? keys_of_token(p.sequences, p.rules, work, token) : KeyRange{0, 0};
+      scale[half] = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
     }
+  }
+
+  __device__ __forceinline__ void sync_warpgroup() const { ptx::named_barrier_sync(1 + S.warpgroups + warpgroup, kWarpgroup); }
+
+  // For codes: the query becomes float16, times the key scale of each channel relative to the largest of them, divided by a power
+  // of two that brings a row's largest channel near 2^13. So every finite row fits, and what is lost lies 2^37 below its largest
+  // channel. A warp does its own sixteen rows.
+  __device__ __forceinline__ void scale_query() {
+    constexpr int kLanes = F::kUnits > 16 ? 32 : F::kUnits > 8 ? 16 : 8;  // side by side on a row
+    constexpr int kRowsAtOnce = kWarpSize / kLanes;
+    const int lane = threadIdx.x % kWarpSize;
+    const int first_row = threadIdx.x % kWarpgroup / kWarpSize * 16;
+    const int unit = lane % kLanes;
+    const bool exists = unit < F::kUnits;
+    float channel_scale[8];
+    float top_scale = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      channel_scale[j] = exists ? scale_of<S.cache>(p.key_cache, work.kv_head, 8 * unit + j) : 0.0f;
+      top_scale = fmaxf(top_scale, fabsf(channel_scale[j]));
+    }
+    top_scale = group_max<kLanes>(top_scale);
+    if (top_scale == 0.0f) top_scale = 1.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) channel_scale[j] = channel_scale[j] / top_scale;
+
+#pragma unroll 2
+    for (int r = 0; r < 16; r += kRowsAtOnce) {
+      const int row = first_row + r + lane / kLanes;
+      Vector16* s_unit = reinterpret_cast<Vector16*>(shared.query + warpgroup * F::kQueryBytes + row / 8 * F::kAtomBytes +
+                                                     F::unit_offset(row, unit, F::kQueryGroupBytes));
+      float x[8] = {};
+      float top = 0.0f;
+      if (exists) {
+        const Vector16 word = *s_unit;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          x[j] = channel_scale[j] * (j % 2 == 0 ? low_of<Io>(word.word[j / 2]) : high_of<Io>(word.word[j / 2]));
+          if (fabsf(x[j]) < -negative_infinity()) top = fmaxf(top, fabsf(x[j]));
+        }
+      }
+      top = group_max<kLanes>(top);
+      // 2^k with top / 2^k in [2^13, 2^14); k in a range where 2^k and 2^-k are normal.
+      const int exponent = max_of(-100, min_of(100, static_cast<int>(__float_as_uint(top) >> 23) - 127 - 13));
+      const float inverse = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+      if (exists) {
+        Vector16 word;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) word.word[j] = ptx::pack_2<Math>(x[2 * j] * inverse, x[2 * j + 1] * inverse);
+        *s_unit = word;
+      }
+      const float own = top_scale * __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int ahead = lane / 4 + 8 * half - r;  // of this lane's row
+        const float found = __shfl_sync(kFullWarp, own, ahead * kLanes & (kWarpSize - 1));
+        if (ahead >= 0 && ahead < kRowsAtOnce) scale[half] *= found;
+      }
+    }
+    ptx::fence_async_proxy();
+    sync_warpgroup();  // all rows are there for the whole warpgroup's products
   }
 
   // Warpgroups issue their products in turn, so that one computes weights while another one multiplies.
@@ -463,7 +656,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     for (int step = 0; step < S.head_size / 16; ++step) {
       const int group = step / (F::kGroupChannels / 16);
       const int byte = step % (F::kGroupChannels / 16) * 32;
-      ptx::wgmma<Io, false>(scores, ptx::descriptor_at(query, group * F::kQueryGroupBytes + byte),
+      ptx::wgmma<Math, false>(scores, ptx::descriptor_at(query, group * F::kQueryGroupBytes + byte),
                             ptx::descriptor_at(tile, group * F::kAtomBytes + byte), step != 0);
     }
     ptx::wgmma_commit();
@@ -473,42 +666,59 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     const uint64_t tile = ptx::descriptor_at(values, value_ring.stage * F::kTileBytes);
 #pragma unroll
     for (int step = 0; step < S.tile_kv / 16; ++step) {
-      ptx::wgmma<Io, true>(acc, weights[step], ptx::descriptor_at(tile, step * 2 * F::kEightKeysBytes), step != 0 || accumulate);
+      ptx::wgmma<Math, true>(acc, weights[step], ptx::descriptor_at(tile, step * 2 * F::kEightKeysBytes), step != 0 || accumulate);
     }
     ptx::wgmma_commit();
   }
 
-  // Waits for the value tile, and clears rows that no token admits but that came with a block.
+  // Waits for the value tile, and clears rows that no token admits but that came with a block. Other blocks came as zeros.
   __device__ __forceinline__ void wait_values(int first_key) {
-    ptx::mbarrier_wait(shared.values_full + value_ring.stage, value_ring.parity);
-    const int begin = work.keys.begin - first_key;
-    const int end = work.keys.end - first_key;
-    if (begin > 0 || end < S.tile_kv) {
-      unsigned char* s_tile = shared.values + value_ring.stage * F::kTileBytes;
-      for (int i = threadIdx.x % kWarpgroup; i < F::kTileBytes / 16; i += kWarpgroup) {
-        const int key = i * 16 / F::kEightKeysBytes * 8 + i * 16 / F::kRowBytes % 8;
-        if (key < begin || key >= end) *reinterpret_cast<Vector16*>(s_tile + 16 * i) = Vector16{};
+    ptx::mbarrier_wait(shared.values.full + value_ring.stage, value_ring.parity);
+    const int block_keys = min_of(p.blocks.block_size, S.tile_kv);
+    const int begin = max_of(work.keys.begin - first_key, 0);
+    const int end = min_of(work.keys.end - first_key, S.tile_kv);
+    const int before = begin & (block_keys - 1);
+    const int after = -end & (block_keys - 1);
+    if (before + after > 0) {
+      unsigned char* s_tile = shared.values.data + value_ring.stage * F::kTileBytes;
+      for (int i = threadIdx.x % kWarpgroup; i < (before + after) * F::kUnits; i += kWarpgroup) {
+        const int row = i / F::kUnits;
+        const int key = row < before ? begin - before + row : end + row - before;
+        *reinterpret_cast<Vector16*>(s_tile + F::row_offset(key) + F::unit_offset(key, i % F::kUnits, F::kAtomBytes)) = Vector16{};
       }
       ptx::fence_async_proxy();
-      ptx::named_barrier_sync(1 + S.warpgroups + warpgroup, kWarpgroup);  // the zeros are there for the whole warpgroup
+      sync_warpgroup();  // the zeros are there for all of its products
     }
   }
+
+  static __device__ __forceinline__ uint32_t low_bits(int count) { return count < 32 ? (1u << max_of(count, 0)) - 1u : ~0u; }
+  // Of a lane's keys 0, 1, 8, 9, 16, 17, ..., how many are below `key`, if that is not negative.
+  static __device__ __forceinline__ int own_keys_below(int key) { return (key >> 3) * 2 + min_of(key & 7, 2); }
 
   // `unmapped` is lane 0's, and 0 in the others.
   __device__ __forceinline__ void mask(float (&scores)[kScores], int first_key, uint32_t unmapped) const {
     bool whole = unmapped == 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      whole = whole && (token[half] < 0 || (admitted[half].begin <= first_key && first_key + S.tile_kv <= admitted[half].end));
+      whole = whole && (!exists(half) || (admitted[half].begin <= first_key && first_key + S.tile_kv <= admitted[half].end));
     }
     if (__all_sync(kFullWarp, whole)) return;
-    unmapped = __shfl_sync(kFullWarp, unmapped, 0);
-    const int shift = 31 - __clz(min_of(p.blocks.block_size, S.tile_kv));
-    const int first = 2 * (threadIdx.x % 4);
+    // Bit m of these words is the lane's key 8 (m / 2) + 2 (lane % 4) + m % 2 of the tile: four bits a block of 16.
+    uint32_t mapped = ~0u;
+    const int block_bits = min_of(p.blocks.block_size, S.tile_kv) / 4;
+#pragma unroll 1
+    for (unmapped = __shfl_sync(kFullWarp, unmapped, 0); unmapped != 0; unmapped &= unmapped - 1) {
+      mapped &= ~(low_bits(block_bits) << (__ffs(static_cast<int>(unmapped)) - 1) * block_bits);
+    }
+    const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int key = first + i / 4 * 8 + i % 2;
-      if (!admitted[i / 2 % 2].contains(first_key + key) || (unmapped >> (key >> shift) & 1u) != 0) scores[i] = negative_infinity();
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t seen = mapped & low_bits(own_keys_below(admitted[half].end - first)) & ~low_bits(own_keys_below(admitted[half].begin - first));
+#pragma unroll
+      for (int i = 2 * half; i < kScores; i += 4) {
+        if ((seen >> (i / 4 * 2) & 1u) == 0) scores[i] = negative_infinity();
+        if ((seen >> (i / 4 * 2 + 1) & 1u) == 0) scores[i + 1] = negative_infinity();
+      }
     }
   }
 
@@ -517,14 +727,14 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Io* g_bias = token[half] < 0 ? nullptr : bias_row_of<Io>(p.rules, work.sequence, head[half], work.first_row + token[half]);
+      const Io* g_bias = exists(half) ? bias_row_of<Io>(p.rules, work.sequence, head_of(half), work.first_row + token_of(half)) : nullptr;
 #pragma unroll
       for (int i = 2 * half; i < kScores; i += 4) {
 #pragma unroll
         for (int j = i; j < i + 2; ++j) {
           const int key = first + i / 4 * 8 + j % 2;
           if (!admitted[half].contains(key)) continue;  // its bias may not exist
-          scores[j] = kLog2E * capped_and_biased(p.rules, scores[j] * p.rules.scale, g_bias, key);
+          scores[j] = kLog2E * capped_and_biased(p.rules, scores[j] * scale[half], g_bias, key);
         }
       }
     }
@@ -532,28 +742,29 @@ template <FlashPrefillSm90Spec S> struct Consumer {
 
   // Waits for the key tile, and returns in lane 0, which will release it, the blocks that it has nothing of.
   __device__ __forceinline__ uint32_t wait_keys() const {
-    ptx::mbarrier_wait(shared.keys_full + key_ring.stage, key_ring.parity);
+    ptx::mbarrier_wait(shared.keys.full + key_ring.stage, key_ring.parity);
     return threadIdx.x % kWarpSize == 0 ? shared.unmapped[key_ring.stage] : 0;
   }
 
   // After the products of a tile are complete: frees its stage, masks.
   __device__ __forceinline__ void finish_scores(float (&scores)[kScores], int i, uint32_t unmapped) {
     const int first_key = work.first_key + i * S.tile_kv;
-    release(shared.keys_empty + key_ring.stage);
+    release(shared.keys.empty + key_ring.stage);
     key_ring.advance();
     if constexpr (S.has_rules) apply_rules(scores, first_key);
     mask(scores, first_key, unmapped);
   }
 
+  // Takes what finish_scores leaves of a row to base 2.
+  __device__ __forceinline__ float factor_of(int half) const { return S.has_rules ? 1.0f : scale[half]; }
+
   __device__ __forceinline__ void attend(float (&acc)[kOutputs], RowPair& rows) {
-    const float factor = S.has_rules ? 1.0f : kLog2E * p.rules.scale;
     float scores[kScores];
     uint32_t weights[kScores / 8][4];
     float rescale[2];
 
     int i = work.tile_count - 1;
-    ptx::mbarrier_wait(shared.query_full, query_ring.parity);
-    query_ring.advance();
+    const float factor[2] = {factor_of(0), factor_of(1)};
     uint32_t unmapped = wait_keys();
     ptx::wgmma_fence();
     multiply_keys(scores);
@@ -562,7 +773,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     if (i == 0) release(shared.query_empty);
     finish_scores(scores, i, unmapped);
     weigh(scores, rows, factor, rescale);
-    pack_weights<Io>(weights, scores);
+    pack_weights<Math>(weights, scores);
 
     bool accumulate = false;
     for (; i > 0; --i) {
@@ -584,9 +795,9 @@ template <FlashPrefillSm90Spec S> struct Consumer {
 
       ptx::wgmma_wait<0>();
       ptx::hold(acc);
-      release(shared.values_empty + value_ring.stage);
+      release(shared.values.empty + value_ring.stage);
       value_ring.advance();
-      pack_weights<Io>(weights, scores);
+      pack_weights<Math>(weights, scores);
       if (moved) {
 #pragma unroll
         for (int j = 0; j < kOutputs; ++j) acc[j] *= rescale[j / 2 % 2];
@@ -599,21 +810,27 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     multiply_values(acc, weights, accumulate);
     ptx::wgmma_wait<0>();
     ptx::hold(acc);
-    release(shared.values_empty + value_ring.stage);
+    release(shared.values.empty + value_ring.stage);
     value_ring.advance();
   }
 
   __device__ __forceinline__ void write(float (&acc)[kOutputs], const RowPair& rows) const {
-    const float factor = S.has_rules ? 1.0f : kLog2E * p.rules.scale;
+    if constexpr (F::kCodes) {
+#pragma unroll
+      for (int j = 0; j < kOutputs; ++j) {
+        acc[j] *= scale_of<S.cache>(p.value_cache, work.kv_head, j / 4 * 8 + 2 * (threadIdx.x % 4) + j % 2);
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       SoftmaxState state;
-      if (rows.reference[half] != negative_infinity()) state.row_max = rows.reference[half] * factor;
+      if (rows.reference[half] != negative_infinity()) state.row_max = rows.reference[half] * factor_of(half);
       state.row_sum = group_sum<4>(rows.sum[half]);
-      const bool exists = token[half] >= 0;
-      const SoftmaxResult result = finalize(state, exists ? sink_of<Io>(p.out.head_sink, head[half]) : negative_infinity());
-      Io* g_row = output_row<Io>(p.out, work.first_token + token[half], head[half], S.head_size);
-      if (exists && threadIdx.x % 4 == 0) store_lse(p.out, work.first_token + token[half], head[half], result.lse);
+      const int token = work.first_token + token_of(half);
+      const int head = head_of(half);
+      const SoftmaxResult result = finalize(state, exists(half) ? sink_of<Io>(p.out.head_sink, head) : negative_infinity());
+      Io* g_row = output_row<Io>(p.out, token, head, S.head_size);
+      if (exists(half) && threadIdx.x % 4 == 0) store_lse(p.out, token, head, result.lse);
 #pragma unroll
       for (int n = 0; n < kOutputs / 4; n += 4) {
         uint32_t word[4];
@@ -622,7 +839,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
           word[i] = ptx::pack_2<Io>(acc[4 * (n + i) + 2 * half] * result.factor, acc[4 * (n + i) + 2 * half + 1] * result.factor);
         }
         transpose_4(word);  // eight neighbouring channels of n-tile n + t
-        if (exists) store_8(g_row + 8 * (n + threadIdx.x % 4), Vector16{{word[0], word[1], word[2], word[3]}});
+        if (exists(half)) store_8(g_row + 8 * (n + threadIdx.x % 4), Vector16{{word[0], word[1], word[2], word[3]}});
       }
     }
   }
@@ -635,6 +852,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       ptx::mbarrier_arrive(shared.work_empty + works.stage);
       if (work.tokens == 0) break;
       set_rows();
+      if (work.tile_count > 0) wait_query();
       float acc[kOutputs];
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
@@ -651,6 +869,7 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
   static_assert(S.head_size % 32 == 0 && S.head_size <= 256, "acc of 64 rows must fit the registers of a warpgroup");
   static_assert(S.tile_kv == 64 || S.tile_kv == 128, "a tile is made of whole blocks or lies in one; blocks are powers of two");
   static_assert(S.io == DType::f16 || S.io == DType::bf16, "wgmma with 16-bit operands");
+  static_assert(S.cache == S.io || (is_quantized(S.cache) && S.code_stages > 0), "what the cache holds is read as it is, or widened");
   using F = Flash<S>;
   const Shared<S> shared;
   if (threadIdx.x == 0) {
@@ -661,13 +880,20 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
     ptx::mbarrier_init(shared.query_empty, F::kConsumerThreads / kWarpSize);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(shared.work_full + i, 1);
-      ptx::mbarrier_init(shared.work_empty + i, F::kConsumerThreads + 2 * kWarpSize);
+      ptx::mbarrier_init(shared.work_empty + i, F::kThreads - (kWarpgroup - 2 * kWarpSize));  // all but two of the first warps
     }
-    for (int i = 0; i < S.stages; ++i) {
-      ptx::mbarrier_init(shared.keys_full + i, 1);
-      ptx::mbarrier_init(shared.keys_empty + i, F::kConsumerThreads / kWarpSize);
-      ptx::mbarrier_init(shared.values_full + i, 1);
-      ptx::mbarrier_init(shared.values_empty + i, F::kConsumerThreads / kWarpSize);
+    const auto init = [](const Tiles& tiles, int stages, int writers, int readers) {
+      for (int i = 0; i < stages; ++i) {
+        ptx::mbarrier_init(tiles.full + i, writers);
+        ptx::mbarrier_init(tiles.empty + i, readers);
+      }
+    };
+    constexpr int kWarpsOfWarpgroup = kWarpgroup / kWarpSize;
+    init(shared.keys, S.stages, F::kCodes ? kWarpsOfWarpgroup : 1, S.warpgroups * kWarpsOfWarpgroup);
+    init(shared.values, S.stages, F::kCodes ? kWarpsOfWarpgroup : 1, S.warpgroups * kWarpsOfWarpgroup);
+    if constexpr (F::kCodes) {
+      init(shared.loaded_keys, S.code_stages, 1, kWarpsOfWarpgroup);
+      init(shared.loaded_values, S.code_stages, 1, kWarpsOfWarpgroup);
     }
     ptx::mbarrier_init_fence();
   }
@@ -682,6 +908,11 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
       load_tiles<S, false>(p, shared);
     } else if (warp == 2) {
       load_tiles<S, true>(p, shared);
+    }
+  } else if (F::kCodes && threadIdx.x < 2 * kWarpgroup) {
+    if constexpr (F::kCodes) {
+      ptx::decrease_registers<F::kLoadRegisters>();
+      widen_tiles<S>(shared);
     }
   } else {
     ptx::increase_registers<F::kComputeRegisters>();

@@ -50,7 +50,7 @@ class FlashPlan:
         query = self.prologue.query(tensors, workspace)
         caches = tensors["key_cache"], tensors["value_cache"]
         if self.hopper is not None and self.hopper.why_not(query, *caches) is None:
-            attention = self.hopper.launch(query, *caches, shared.sequences, shared.blocks, shared.rules, shared.out)
+            attention = self.hopper.launch(query, *caches, shared)
         else:
             attention = self._launch_sm80(query, shared)
         return [self.prologue.launch(tensors, shared, workspace), attention]

@@ -16,6 +16,7 @@ from pagedattn.jit import driver
 _DATA_TYPES = {FLOAT16: 6, BFLOAT16: 9}  # CUtensorMapDataType
 _BYTE = 0
 _SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle by the bytes of the innermost box axis
+_NO_SWIZZLE = 0
 _NO_INTERLEAVE, _PROMOTE_256_BYTES, _ZEROS_OUTSIDE = 0, 3, 0
 
 MAX_EXTENT = 2**32
@@ -35,7 +36,12 @@ def _encode() -> Any:
 
 @functools.lru_cache(maxsize=256)
 def encode(
-    dtype: DType, address: int, extents: tuple[int, ...], stride_bytes: tuple[int, ...], box: tuple[int, ...]
+    dtype: DType,
+    address: int,
+    extents: tuple[int, ...],
+    stride_bytes: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool = True,
 ) -> bytes:
     """Encode the map of an array.
 
@@ -52,6 +58,8 @@ def encode(
     box : tuple of int
         Elements along each axis that one copy brings, at most 256 each. The bytes of the innermost one, 64 or 128,
         are the width of the swizzle.
+    swizzled : bool
+        Without it the box lies densely in shared memory.
 
     Returns
     -------
@@ -59,7 +67,7 @@ def encode(
         For a ``tensor_map`` field of Params.
     """
     rank = len(extents)
-    swizzle = _SWIZZLES[box[0] * (dtype.bits if dtype in _DATA_TYPES else 8) // 8]
+    swizzle = _SWIZZLES[box[0] * (dtype.bits if dtype in _DATA_TYPES else 8) // 8] if swizzled else _NO_SWIZZLE
     space = ctypes.create_string_buffer(192)
     aligned = (ctypes.addressof(space) + 63) // 64 * 64  # the driver wants 64
     result = _encode()(

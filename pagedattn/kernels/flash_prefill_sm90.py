@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
@@ -12,13 +13,13 @@ from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.params import i32, params, tensor_map
 from pagedattn.jit.spec import Spec
-from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, SCORE_RULES, SEQUENCE_TABLE
+from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, SCORE_RULES, SEQUENCE_TABLE
 from pagedattn.problem import Problem, TensorInfo
 
 WARPGROUP = 128
 ROWS = 64  # of a warpgroup
 HEAD_SIZES = (64, 96, 128, 192, 256)
-BARRIER_BYTES = 288  # barriers and the descriptions of two pieces of work
+WORK_BYTES = 44  # description of a piece of work
 ALIGNMENT_BYTES = 1024  # the swizzle repeats after so many
 
 
@@ -27,9 +28,11 @@ class FlashPrefillSm90Spec(Spec):
     """What `flash_prefill_sm90` is compiled for; `choose` fills it."""
 
     io: DType
+    cache: DType
     head_size: int
     tile_kv: int
     stages: int
+    code_stages: int
     warpgroups: int
     has_rules: bool
 
@@ -39,6 +42,8 @@ PARAMS = params(
     query_map=tensor_map,
     key_map=tensor_map,
     value_map=tensor_map,
+    key_cache=KV_CACHE,
+    value_cache=KV_CACHE,
     sequences=SEQUENCE_TABLE,
     blocks=BLOCK_TABLE,
     rules=SCORE_RULES,
@@ -51,18 +56,23 @@ PARAMS = params(
 
 # (tile_kv, warpgroups) by head size: as many rows as the registers of acc and scores allow.
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
-MAX_STAGES = 4
+# (tiles that the products read, tiles of codes) in flight, the best that fits.
+STAGES = ((4, 0), (3, 0), (2, 0))
+CODE_STAGES = ((4, 4), (3, 3), (2, 2), (2, 1))
 
 
 def threads(spec: FlashPrefillSm90Spec) -> int:
-    """Threads of a CTA: the warps of one warpgroup load, the others compute."""
-    return WARPGROUP * (1 + spec.warpgroups)
+    """Threads of a CTA: the warps of one warpgroup load, with codes another one widens, the others compute."""
+    return WARPGROUP * (1 + spec.cache.is_quantized + spec.warpgroups)
 
 
 def shared_bytes(spec: FlashPrefillSm90Spec) -> int:
     """Queries, the stages of key and value tiles, barriers, and room to start on a multiple of the swizzle's period."""
     rows = spec.warpgroups * ROWS + spec.stages * 2 * spec.tile_kv
-    return rows * spec.head_size * 2 + BARRIER_BYTES + ALIGNMENT_BYTES
+    codes = spec.code_stages * 2 * spec.tile_kv * spec.head_size * spec.cache.bits // 8
+    stages = spec.stages + spec.code_stages
+    barriers = 8 * (6 + 4 * stages) + 4 * stages + 2 * WORK_BYTES
+    return rows * spec.head_size * 2 + codes + barriers + ALIGNMENT_BYTES
 
 
 KERNEL = Kernel("flash_prefill_sm90", FlashPrefillSm90Spec, PARAMS, threads, shared_bytes, archs=("sm_90a",))
@@ -73,13 +83,15 @@ def group_channels(head_size: int) -> int:
     return 64 if head_size % 64 == 0 else 32
 
 
-def choose(io: DType, head_size: int, has_rules: bool, shared_limit: int) -> FlashPrefillSm90Spec:
+def choose(io: DType, cache: DType, head_size: int, has_rules: bool, shared_limit: int) -> FlashPrefillSm90Spec:
     """Spec with the most stages that fit ``shared_limit`` bytes."""
     # The rules' code takes registers, and is written out for each score.
     tile_kv, warpgroups = (64, 2) if has_rules else SHAPES[head_size]
+    if cache.is_quantized:
+        warpgroups = 2  # one more widens
     specs = [
-        FlashPrefillSm90Spec(io, head_size, tile_kv, stages, warpgroups, has_rules)
-        for stages in range(MAX_STAGES, 1, -1)
+        FlashPrefillSm90Spec(io, cache, head_size, tile_kv, stages, code_stages, warpgroups, has_rules)
+        for stages, code_stages in (CODE_STAGES if cache.is_quantized else STAGES)
     ]
     return next(spec for spec in specs if shared_bytes(spec) <= shared_limit)
 
@@ -113,16 +125,16 @@ def why_not_problem(problem: Problem) -> str | None:
         return "reads blocks of a power of two of positions, not one run of any length"
     if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
         return "takes float16 and bfloat16"
-    if p.cache_dtype != p.io_dtype:
-        return f"the cache holds {p.cache_dtype.name}, not the type of the query"
     if p.head_size not in HEAD_SIZES:
         return f"head_size {p.head_size} is not one of {', '.join(map(str, HEAD_SIZES))}"
+    if p.cache_dtype.is_quantized and p.head_size == HEAD_SIZES[-1]:
+        return "widening codes leaves too few registers for head_size 256"
     if p.group_size > ROWS:
         return f"{p.group_size} query heads a kv head are more than {ROWS}"
     return None
 
 
-def why_not_tensors(query: tuple[int, int], caches: tuple[TensorInfo, TensorInfo], channels: int) -> str | None:
+def why_not_tensors(query: tuple[int, int], caches: tuple[TensorInfo, TensorInfo], head_bytes: int) -> str | None:
     """Reason why the copy engine cannot read these arrays, or None.
 
     Parameters
@@ -131,21 +143,32 @@ def why_not_tensors(query: tuple[int, int], caches: tuple[TensorInfo, TensorInfo
         Address of the query rows, and elements from one token to the next.
     caches : tuple of TensorInfo
         Key and value cache.
-    channels : int
-        `group_channels` of the head size.
+    head_bytes : int
+        What bytes from one head to the next must be a multiple of.
     """
     address, stride = query
     if address % 16 or stride % 8:
         return "query rows do not start on multiples of 16 bytes"
     for cache in caches:
-        block, token, head, _ = cache.strides
-        if cache.pointer % 16 or block % 8 or token % 8 or (cache.shape[2] > 1 and head % channels):
-            return f"cache rows do not start on multiples of {2 * channels} bytes within a token"
+        block, token, head = (stride * cache.dtype.itemsize for stride in cache.strides[:3])
+        if cache.pointer % 16 or block % 16 or token % 16 or (cache.shape[2] > 1 and head % head_bytes):
+            return f"cache rows do not start on multiples of {head_bytes} bytes within a token"
         if min(block, token) <= 0 or (cache.shape[2] > 1 and head <= 0):
             return "the cache has a stride that is not positive"
-        if 2 * max(block, 8 * token) >= maps.MAX_STRIDE_BYTES:
+        if max(block, 8 * token, head) >= maps.MAX_STRIDE_BYTES:
             return "the cache has a stride that is too large"
     return None
+
+
+class PackedStructs(Protocol):
+    """The structs of `pagedattn.kernels.layouts`, packed."""
+
+    key_cache: bytes
+    value_cache: bytes
+    sequences: bytes
+    blocks: bytes
+    rules: bytes
+    out: bytes
 
 
 class Sm90Kernel:
@@ -163,35 +186,35 @@ class Sm90Kernel:
         p = self.problem = problem
         self.executor = executor
         has_rules = p.softcap > 0 or p.bias_shape is not None or not p.scale > 0
-        self.spec = choose(p.io_dtype, p.head_size, has_rules, executor.max_shared_bytes)
+        self.spec = choose(p.io_dtype, p.cache_dtype, p.head_size, has_rules, executor.max_shared_bytes)
         self.function = executor.load(KERNEL, self.spec)
         self.channels = group_channels(p.head_size)
         self.grid = grid(self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size, executor.multiprocessors)
 
     def why_not(self, query: tuple[int, int], key_cache: TensorInfo, value_cache: TensorInfo) -> str | None:
         """Reason why these arrays cannot be read, or None; ``query`` is the rows' address and stride in elements."""
-        return why_not_tensors(query, (key_cache, value_cache), self.channels)
+        head_bytes = maps.STRIDE_ALIGNMENT if self.problem.cache_dtype.is_quantized else 2 * self.channels
+        return why_not_tensors(query, (key_cache, value_cache), head_bytes)
 
     def launch(
         self,
         query: tuple[int, int],
         key_cache: TensorInfo,
         value_cache: TensorInfo,
-        sequences: bytes,
-        blocks: bytes,
-        rules: bytes,
-        out: bytes,
+        shared: PackedStructs,
     ) -> Launch:
-        """Launch that attends; the packed structs are those of `pagedattn.kernels.layouts`."""
+        """Launch that attends."""
         p = self.problem
         packed = PARAMS.pack(
             query_map=self._query_map(*query),
             key_map=self._cache_map(key_cache),
             value_map=self._cache_map(value_cache),
-            sequences=sequences,
-            blocks=blocks,
-            rules=rules,
-            out=out,
+            key_cache=shared.key_cache,
+            value_cache=shared.value_cache,
+            sequences=shared.sequences,
+            blocks=shared.blocks,
+            rules=shared.rules,
+            out=shared.out,
             group_size=p.group_size,
             kv_num_heads=p.kv_num_heads,
             key_head_step=self._head_step(key_cache),
@@ -211,27 +234,40 @@ class Sm90Kernel:
         )
 
     def _cache_map(self, cache: TensorInfo) -> bytes:
-        """[blocks, block_size / 8, channel groups of all heads, 8, channels]; a box is what a tile has of a block."""
-        p, channels = self.problem, self.channels
-        groups = p.head_size // channels
+        """[blocks, block_size / 8, pieces of all heads, 8, piece]; a box is what a tile has of a block.
+
+        A piece of a row is a channel group, or all codes of a head.
+        """
+        p, codes = self.problem, self.problem.cache_dtype.is_quantized
+        size = cache.dtype.itemsize
+        block, token, head = (stride * size for stride in cache.strides[:3])
+        row = p.head_size * p.cache_dtype.bits // 8
+        piece = row if codes else size * self.channels
+        step = (head if p.kv_num_heads > 1 else row) if codes else piece  # bytes from piece to piece
+        pieces = (p.kv_num_heads - 1) * self._head_step(cache) + row // piece
         return maps.encode(
-            p.io_dtype,
+            p.cache_dtype,
             cache.pointer,
-            (channels, 8, (p.kv_num_heads - 1) * self._head_step(cache) + groups, p.block_size // 8, p.num_blocks),
-            (2 * cache.strides[1], 2 * channels, 16 * cache.strides[1], 2 * cache.strides[0]),
-            (channels, 8, groups, min(p.block_size, self.spec.tile_kv) // 8, 1),
+            (piece // size, 8, pieces, p.block_size // 8, p.num_blocks),
+            (token, step, 8 * token, block),
+            (piece // size, 8, row // piece, min(p.block_size, self.spec.tile_kv) // 8, 1),
+            swizzled=not codes,
         )
 
     def _head_step(self, cache: TensorInfo) -> int:
-        """Channel groups from one head of a cache to the next."""
-        return cache.strides[2] // self.channels if self.problem.kv_num_heads > 1 else 0
+        """Pieces of rows from one head of a cache to the next."""
+        p = self.problem
+        if p.kv_num_heads == 1:
+            return 0
+        return 1 if p.cache_dtype.is_quantized else cache.strides[2] // self.channels
 
 
 def smoke_specs() -> Iterator[FlashPrefillSm90Spec]:
     """Specs that together reach every branch of the source."""
-    for head_size in HEAD_SIZES:
-        yield choose(dtypes.BFLOAT16, head_size, False, 227 << 10)
-    yield choose(dtypes.FLOAT16, 128, False, 227 << 10)
-    yield choose(dtypes.FLOAT16, 64, True, 227 << 10)
-    yield choose(dtypes.BFLOAT16, 128, True, 227 << 10)
-    yield choose(dtypes.BFLOAT16, 256, True, 227 << 10)
+    f16, bf16, i8, f8, i4 = dtypes.FLOAT16, dtypes.BFLOAT16, dtypes.INT8, dtypes.FLOAT8E4M3FN, dtypes.INT4
+    kinds = [(bf16, bf16, head_size, False) for head_size in HEAD_SIZES]
+    kinds += [(f16, f16, 128, False), (f16, f16, 64, True), (bf16, bf16, 128, True), (bf16, bf16, 256, True)]
+    kinds += [(bf16, f8, 128, False), (bf16, i8, 128, False), (f16, i4, 128, False), (f16, f8, 64, False)]
+    kinds += [(bf16, i4, 96, False), (bf16, i8, 192, False), (bf16, i8, 128, True), (f16, i4, 192, True)]
+    for io, cache, head_size, has_rules in kinds:
+        yield choose(io, cache, head_size, has_rules, 227 << 10)

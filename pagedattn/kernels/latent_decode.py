@@ -90,9 +90,7 @@ def choose(io: DType, cache: DType, head_size: int, v_head_size: int, rows: int,
     raise ValueError(f"latent rows of {head_size} channels do not fit {shared_limit} bytes of shared memory")
 
 
-def grid(
-    spec: LatentSpec, token_count: int, batch_size: int, num_heads: int, split_count: int
-) -> tuple[int, int, int]:
+def grid(spec: LatentSpec, token_count: int, batch_size: int, num_heads: int, split_count: int) -> tuple[int, int, int]:
     """CTAs of a launch."""
     tiles = wide_attention.row_tile_count(token_count, batch_size, num_heads, spec.tile_rows)
     return tiles * split_count, 1, 1
