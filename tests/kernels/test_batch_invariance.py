@@ -107,7 +107,9 @@ def test_latent(target: Target, force_sm80: bool, num_heads: int, monkeypatch: p
     target.force_splits(monkeypatch, split_keys(target))
     head_size, v_head_size = (576, 512) if target.on_gpu else (144, 128)
     pool = pool_of(target, Layer(num_heads, 1, head_size, v_head_size))
-    assert differing(pool, batches(len(pool.lengths)), [None, 20 * pool.width]) == []
+    # A wider table has room for more splits; when those of all rows would take too much memory, they are made longer.
+    wider = 20 if num_heads < 128 or not target.on_gpu else 2
+    assert differing(pool, batches(len(pool.lengths)), [None, wider * pool.width]) == []
 
 
 @pytest.mark.skipif(not targets("flash"), reason="needs a GPU with CuPy, or g++ and the CUDA headers")

@@ -40,7 +40,8 @@ def assert_close(got: Array, want: Array, plain: Array, dtype: str, what: str = 
     if not got.size:
         return
     error, allowed = np.abs(got - want), np.abs(plain - want)
-    bound = 2 * allowed.max() + ulp(dtype, np.abs(want).max())
+    # In few rows with few keys the plain computation can be lucky: its largest error then says less than its RMS.
+    bound = 2 * max(allowed.max(), 8 * _rms(allowed)) + ulp(dtype, np.abs(want).max())
     assert error.max() <= bound, f"{what}: largest error {error.max():.3g}, allowed {bound:.3g}"
     bound = 2 * _rms(allowed) + ulp(dtype, _rms(want))
     assert _rms(error) <= bound, f"{what}: RMS error {_rms(error):.3g}, allowed {bound:.3g}"
