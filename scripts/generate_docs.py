@@ -500,7 +500,7 @@ def models_on_gpu(record: dict[str, Any]) -> str:
     """Errors of the model families on a GPU, or why there are none."""
     again = "`python scripts/gpu_check.py models` measures it; `python -m tests.models.report --gpu` prints it."
     models = record.get("models")
-    if record.get("pending") or models is None:
+    if models is None:
         return f"Not measured yet with these kernels: the GPU record is pending. {again}"
     if models["absent"]:
         return f"Not measured: {models['absent']} where the GPU record was made. {again}"
@@ -527,9 +527,11 @@ def models_on_gpu(record: dict[str, Any]) -> str:
 
 def benchmarks_on_gpu(record: dict[str, Any], peers: dict[str, Any]) -> str:
     """Times of a record beside those of other libraries, or the latter alone and why."""
-    rows = {row["workload"]: row for row in record["bench"]} if not record.get("pending") else {}
+    rows = {row["workload"]: row for row in record.get("bench", [])}
     if rows:
         parts = [_conditions(record, rows["ceilings"]), _times(rows), *_figures(rows)]
+        if record.get("pending"):
+            parts.insert(0, f"The GPU record is **pending**: {record['pending']}.")
     else:
         parts = [
             "Not measured yet with these kernels: the GPU record is pending. `python scripts/gpu_check.py all` makes "

@@ -52,11 +52,11 @@ def load_rows(file: Path) -> list[Row]:
     Raises
     ------
     Pending
-        The record is pending, or it holds no times.
+        The record holds no times, maybe because it is pending.
     """
     content = json.loads(file.read_text())
     if isinstance(content, dict):
-        if content.get("pending"):
+        if content.get("pending") and not content.get("bench"):
             raise Pending(f"{file.name} is pending: {content['pending']}")
         content = content.get("bench", [])
     if not any("graph_us" in row for row in content):

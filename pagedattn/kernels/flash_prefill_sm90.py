@@ -125,6 +125,8 @@ def why_not_problem(problem: Problem) -> str | None:
         return "reads blocks of a power of two of positions, not one run of any length"
     if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
         return "takes float16 and bfloat16"
+    if p.cache_dtype != p.io_dtype:
+        return f"the cache holds {p.cache_dtype.name}, not the type of the query"
     if p.head_size not in HEAD_SIZES:
         return f"head_size {p.head_size} is not one of {', '.join(map(str, HEAD_SIZES))}"
     if p.cache_dtype.is_quantized and p.head_size == HEAD_SIZES[-1]:

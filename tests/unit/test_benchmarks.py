@@ -80,7 +80,9 @@ def test_the_page_of_a_part_of_a_record_and_of_an_error() -> None:
 
 
 def test_the_page_of_a_pending_record() -> None:
-    page = generate_docs.benchmarks_on_gpu({**record_of(measured()), "pending": "no GPU"}, PEERS)
+    partly = generate_docs.benchmarks_on_gpu({**record_of(measured()), "pending": "no sanitizer"}, PEERS)
+    assert partly.startswith("The GPU record is **pending**: no sanitizer.\n\nH200, ")
+    page = generate_docs.benchmarks_on_gpu({**record_of([]), "pending": "no GPU"}, PEERS)
     assert "the GPU record is pending" in page
     assert "| D1 | FlashInfer | decode, fa2 | 16 | 494.5 | 495.6 | - |" in page
     assert ".png" not in page

@@ -72,7 +72,7 @@ def test_what_a_gpu_measured_of_the_models():
     assert "old" not in page
     assert generate_docs.models_page(page, record) == page
     assert "torch not installed" in generate_docs.models_on_gpu({**record, "models": {"absent": "torch not installed"}})
-    assert "is pending" in generate_docs.models_on_gpu({**record, "pending": "no GPU"})
+    assert "is pending" in generate_docs.models_on_gpu({"pending": "no GPU", "models": None})
 
 
 def changed(operator: str, **changes: Any) -> dict[str, Any]:

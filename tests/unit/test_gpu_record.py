@@ -93,6 +93,20 @@ def test_parts_are_merged_with_their_outputs(monkeypatch, parts, outputs):
     assert record == {**RECORD, "digest": gpu_check.digest(), "environment": {"gpu": "one"}}
 
 
+def test_a_record_may_lack_parts_and_say_why(monkeypatch, parts):
+    (parts / "sanitizer.json").unlink()
+    with pytest.raises(SystemExit, match="not there yet: sanitizer"):
+        gpu_check.merge(parts)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "merge", "--out", str(parts), "--pending", "no time"])
+    assert gpu_check.main() == 0
+    record = json.loads(gpu_check.RECORD.read_text())
+    assert (record["pending"], record["sanitizer"], record["tests"]) == ("no time", [], RECORD["tests"])
+    for part in gpu_check.PARTS:
+        (parts / f"{part}.json").unlink(missing_ok=True)
+    with pytest.raises(SystemExit, match="not there yet"):
+        gpu_check.merge(parts, "no time")
+
+
 def test_parts_of_different_sources_are_refused(parts):
     content = json.loads((parts / "models.json").read_text())
     (parts / "models.json").write_text(json.dumps({**content, "digest": "of other sources"}))
