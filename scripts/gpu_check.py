@@ -119,8 +119,11 @@ def environment() -> dict[str, Any]:
 
 def run_tests() -> dict[str, Any]:
     """Run the tests marked gpu; the kernels they need are compiled in parallel by the first one."""
-    workers = ["-n", str(os.cpu_count() or 1)] if _has_module("xdist") else []
-    return run_pytest("-m", "gpu or big_gpu", *workers, "tests")
+    return run_pytest("-m", "gpu or big_gpu", *_workers(), "tests")
+
+
+def _workers() -> list[str]:
+    return ["-n", str(os.cpu_count() or 1)] if _has_module("xdist") else []
 
 
 def run_pytest(*arguments: str) -> dict[str, Any]:
@@ -194,6 +197,7 @@ def run_part(part: str, workloads: list[str], folder: Path, save: Callable[[Any]
     if part == "sanitizer":
         import sanitize
 
+        run_pytest(*_workers(), "tests/gpu/test_sanitizer_corners.py")  # compiles; the tools would slow that down
         return sanitize.run_tools(sanitize.TOOLS, 240)
     if part == "outputs":
         return run_outputs(folder / OUTPUTS.name)
