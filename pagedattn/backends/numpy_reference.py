@@ -326,21 +326,28 @@ def _tiles(count: int, size: int) -> Iterator[slice]:
 
 def _weighted_sum(weights: Array, values: Array, admitted: Array) -> Array:
     """Sum of admitted values: weights (num_heads, m, n), values (n, kv_num_heads, DV) to (m, num_heads, DV)."""
-    heads, m, n = weights.shape
-    kv_heads = values.shape[1]
     finite = np.isfinite(values)
     if finite.all():
-        bad = np.empty(0, np.int64)
-    else:  # 0 x NaN is NaN: what a token does not see must not reach it
-        bad = np.flatnonzero(~finite.all(axis=(1, 2)))
-        strange = np.where(finite, 0, values)[bad]
-        values = np.where(finite, values, 0)
-    grouped = weights.reshape(kv_heads, heads // kv_heads * m, n) @ values.transpose(1, 0, 2)
-    result = grouped.reshape(heads, m, -1).transpose(1, 0, 2)
-    if bad.size:
-        result = result.copy()
-        strange = np.repeat(strange, heads // kv_heads, axis=1)
-        for column, row in zip(bad, strange, strict=True):
-            seen = admitted[:, column]
-            result[seen] += np.where(row == 0, 0, weights[:, seen, column].T[..., None] * row)
+        return _product(weights, values)
+    result = _product(weights, np.where(finite, values, 0)).copy()
+    # 0 x NaN is NaN: what a token does not see must not reach it. So values that are not finite are counted instead.
+    columns = np.flatnonzero(~finite.all(axis=(1, 2)))
+    strange, weighed = values[columns], weights[:, :, columns] > 0
+    seen = np.broadcast_to(admitted[:, columns], weighed.shape)
+    result[_any(seen & weighed, strange == np.inf)] += np.inf
+    result[_any(seen & weighed, strange == -np.inf)] -= np.inf
+    result[_any(seen, np.isnan(strange)) | _any(seen & ~weighed, np.isinf(strange))] = np.nan
     return np.asarray(result)
+
+
+def _product(weights: Array, values: Array) -> Array:
+    """Weights (num_heads, m, n) times values (n, kv_num_heads, DV), (m, num_heads, DV)."""
+    heads, m, n = weights.shape
+    kv_heads = values.shape[1]
+    grouped = weights.reshape(kv_heads, heads // kv_heads * m, n) @ values.transpose(1, 0, 2)
+    return np.asarray(grouped.reshape(heads, m, -1).transpose(1, 0, 2))
+
+
+def _any(taken: Array, present: Array) -> Array:
+    """Whether a token takes some value that is present: shapes as of `_product`."""
+    return np.asarray(_product(taken.astype(np.float32), present.astype(np.float32)) > 0)

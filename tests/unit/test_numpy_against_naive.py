@@ -1,9 +1,11 @@
 """The NumPy backend against a triple loop that shares no code with it, and against itself in float64."""
 
+import sys
+
 import numpy as np
 import pytest
 
-from pagedattn import paged_attention
+from pagedattn import codec, paged_attention
 from pagedattn.backends import numpy_reference
 from tests.support.build import build
 from tests.support.cases import CORNER, SMOKE, Case, grid, tiny
@@ -110,3 +112,75 @@ def test_a_value_that_is_not_finite_stays_in_its_channel():
     assert (got[2:, 3:, 5] == np.inf).all()
     got[2:, 3:, 5] = want.reshape(6, 6, 64)[2:, 3:, 5]
     assert np.array_equal(bits(got), bits(want.reshape(6, 6, 64)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lengths=((9, 12), (0, 7))),
+        Case(lengths=((9, 12), (0, 7)), io="float32", window=3, sink=True, mode="packed"),
+        Case(lengths=((9, 12), (0, 7)), kv_num_heads=1, group_size=3, bias="BH"),  # some of it -inf: weights of 0
+        Case(lengths=((9, 12), (0, 7)), io="bfloat16", is_causal=False, unmapped=True),
+    ],
+    ids=str,
+)
+def test_values_that_are_not_finite_sum_as_in_the_loops(case):
+    """NaN and both infinities, each in many keys."""
+    built = build(case)
+    rng = np.random.default_rng(5)
+    width = case.kv_num_heads * case.head_size
+    value = built["query"][:, -width:] if case.mode == "packed" else built["value"]
+    for bad in (np.nan, np.inf, -np.inf):
+        value[rng.random(value.shape) < 0.02] = bad
+    got = oracle(built)
+    want = naive(built.inputs, built.attributes, None)
+    finite = np.isfinite(want.output)
+    assert {"nan", "inf", "-inf"} <= set(map(str, want.output[~finite]))
+    assert np.array_equal(got.output[~finite], want.output[~finite], equal_nan=True)
+    assert np.abs(got.output[finite] - want.output[finite]).max() <= ROUNDING * np.abs(want.output[finite]).max()
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"cache": "int4", "k_quant": "PER_CHANNEL", "v_quant": "PER_TENSOR", "mode": "packed", "rope": "full"},
+        {"window": 7, "sink": True, "softcap": 3.0, "bias": "BH", "qk_norm": True, "qk_output": 2},
+        {
+            "positions": "tree",
+            "slots": "holes",
+            "cache": "float8e4m3fn",
+            "k_quant": "PER_TENSOR",
+            "v_quant": "PER_TENSOR",
+        },
+    ],
+    ids=["plain", "int4", "window", "tree"],
+)
+def test_tokens_heads_and_keys_are_not_looped_over(features):
+    """However many there are, the same lines of Python run; also where many values are infinite."""
+
+    def lines(**sizes) -> int:
+        built = build(Case(**{"lengths": ((40, 5), (0, 3)), "kv_num_heads": 2, **features, **sizes}))
+        if "value" in built.parents:
+            built["value"][::2] = np.inf
+        built.run(paged_attention)  # the plan is made
+        count = 0
+
+        def counted(frame, event, argument):
+            nonlocal count
+            count += frame.f_code.co_filename in (numpy_reference.__file__, codec.__file__)
+            return counted
+
+        before = sys.gettrace()
+        sys.settrace(counted)
+        try:
+            built.run(paged_attention)
+        finally:
+            sys.settrace(before)
+        return count
+
+    few = lines()
+    assert few > 50
+    assert lines(lengths=((400, 5), (300, 3))) == few
+    assert lines(lengths=((40, 120), (0, 90))) == few
+    assert lines(kv_num_heads=8, group_size=5) == few
