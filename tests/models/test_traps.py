@@ -74,6 +74,12 @@ def tables_of(parameters, head_size=16, **options):
     return lambda settings: settings.inputs.update(cos_cache=torch.from_numpy(cos), sin_cache=torch.from_numpy(sin))
 
 
+def without_linear_factor(settings):
+    """Take the full layers' tables, those of layers without a window, of their base alone."""
+    if settings.attributes["local_window_size"] < 0:
+        tables_of({**GEMMA3["full_attention"], "factor": 1.0})(settings)
+
+
 @dataclass(frozen=True)
 class Trap:
     """A wrong setting of a family."""
@@ -100,15 +106,19 @@ TRAPS = [
     Trap("mistral", "window W + 1", shift("local_window_size", 1)),
     Trap("mistral", "no window", put(local_window_size=-1)),
     Trap("qwen3", "no QK-norm", drop(*WEIGHTS)),
+    Trap("qwen3", "norm weight 1 + w instead of w", alter(lambda w: w + 1, *WEIGHTS)),
     Trap("qwen3", "window on the full layers too", put(local_window_size=7)),
     Trap("gemma2", "no softcap", put(softcap=0)),
     Trap("gemma2", "scale 1 / sqrt(head_size)", put(scale=0)),
     Trap("gemma2", "QK-norm, which it does not have", weights(16, 16)),
+    Trap("gemma2", "window on the full layers too", put(local_window_size=7)),
     Trap("gemma3", "norm weight w instead of 1 + w", alter(lambda w: w - 1, *WEIGHTS)),
     Trap("gemma3", "scale 1 / sqrt(head_size)", put(scale=0)),
+    Trap("gemma3", "Gemma 2's softcap, which it does not apply", put(softcap=4.0)),
     Trap("gemma3", "window on the full layers too", put(local_window_size=7)),
     Trap("gemma3", "tables of the full layers on all", tables_of(GEMMA3["full_attention"])),
     Trap("gemma3", "tables of the sliding layers on all", tables_of(GEMMA3["sliding_attention"])),
+    Trap("gemma3", "no linear factor on the full layers", without_linear_factor),
     Trap("gpt_oss", "no sink", drop("head_sink")),
     Trap("gpt_oss", "no attention factor in cos and sin", tables_of({**YARN, "attention_factor": 1.0})),
     Trap("gpt_oss", "ramp truncated to whole pairs", tables_of({**YARN, "truncate": True})),
@@ -117,6 +127,7 @@ TRAPS = [
     Trap("phi3", "no attention factor in cos and sin", alter(lambda x: x / x[0, 0], "cos_cache")),
     Trap("phi3", "cos and sin as cat(freqs, freqs)", alter(lambda x: torch.cat([x, x], -1), *COS_SIN)),
     Trap("phi3", "the whole head rotated", tables_of({"rope_type": "default"}, head_size=32)),
+    Trap("phi3", "rotation of the last channels", put(rotary_offset=16)),
     Trap("phi3", "window W - 1", shift("local_window_size", -1)),
     Trap("phi3_long", "short factors", tables_of(LONGROPE, head_size=32, max_position_embeddings=256, length=16)),
     Trap("deepseek_v2", "scale without mscale squared", put(scale=QK_HEAD**-0.5)),
@@ -229,11 +240,38 @@ def test_mla_norms_the_latent_part_only(monkeypatch):
     assert difference(got, logits_of("deepseek_v3")) >= VISIBLE * spread("deepseek_v3")
 
 
-def test_mla_norms_have_an_epsilon_of_their_own():
-    """rms_norm_eps is 1e-5 in this config, and kv_a_layernorm does not use it."""
-    module = model_of("deepseek_v3").model.layers[0].self_attn
-    assert module.kv_a_layernorm.variance_epsilon == module.q_a_layernorm.variance_epsilon == 1e-6
-    assert model_of("deepseek_v3").config.rms_norm_eps == 1e-5
+def test_mla_takes_a_query_that_is_not_rotated_yet(monkeypatch):
+    run = PagedRun("deepseek_v3")
+    cos, sin = (run.layers[0].settings.inputs[name] for name in COS_SIN)
+    for layer in run.layers:
+
+        def rotated(x, latent=layer.latent):
+            query, row, _ = latent(x)
+            counts = run.batch["cumulative_sequence_length"].diff().tolist()
+            positions = torch.cat([past + torch.arange(n) for past, n in zip(run.past, counts, strict=True)])
+            rows = query.view(len(x), -1, 48).clone()
+            even, odd, c, s = rows[..., 32::2], rows[..., 33::2], cos[positions][:, None], sin[positions][:, None]
+            rows[..., 32:] = torch.stack([even * c - odd * s, odd * c + even * s], -1).flatten(-2)
+            return rows.flatten(1), row, None
+
+        monkeypatch.setattr(layer, "latent", rotated)
+    got = run.run(whole_prompts(run.family.prompts))
+    assert difference(got, logits_of("deepseek_v3")) >= VISIBLE * spread("deepseek_v3")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_mla_norms_have_an_epsilon_of_their_own(name):
+    """rms_norm_eps is 1e-5 in this config, and kv_a_layernorm does not use it; small rows tell them apart."""
+    config, module = model_of(name).config, model_of(name).model.layers[0].self_attn
+    assert config.rms_norm_eps == 1e-5
+    for norm, width in ((module.kv_a_layernorm, config.kv_lora_rank), (module.q_a_layernorm, config.q_lora_rank)):
+        x = 1e-3 * torch.randn(20, width, generator=torch.Generator().manual_seed(0))
+        right, wrong = (
+            norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+            for epsilon in (1e-6, config.rms_norm_eps)
+        )
+        torch.testing.assert_close(norm(x), right, rtol=1e-5, atol=1e-6)
+        assert bool(((norm(x) - wrong).abs() > 0.1).any())
 
 
 def test_deepseek_v3_caches_rotated_pairs_apart():
