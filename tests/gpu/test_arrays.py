@@ -69,8 +69,11 @@ def test_torch_tensors_in_and_out_without_a_copy(torch, case):
     assert changed.any()
 
 
-def test_torch_graph_capture(torch):
-    built, want = host_result(Case(io="bfloat16", lengths=((30, 1), (7, 1), (100, 1))))
+@pytest.mark.parametrize(
+    "quantized", [{}, {"cache": "float8e4m3fn", "k_quant": "PER_TENSOR", "v_quant": "PER_CHANNEL"}], ids=["bf16", "fp8"]
+)
+def test_torch_graph_capture(torch, quantized):
+    built, want = host_result(Case(io="bfloat16", lengths=((30, 1), (7, 1), (100, 1)), **quantized))
     inputs = {name: to_torch(torch, x) for name, x in built.inputs.items()}
     operator = PagedAttention(**built.attributes, **built.options)
     side = torch.cuda.Stream()

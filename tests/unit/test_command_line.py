@@ -107,13 +107,15 @@ def no_driver(monkeypatch):
 
 
 def no_nvrtc(monkeypatch):
-    cuda_error = MissingDependencyError('NVRTC, the CUDA compiler library, is not installed: pip install "x"')
+    def refuse(name, package=None):
+        raise ImportError("libnvrtc.so.12: cannot open shared object file")
 
-    def raises():
-        raise cuda_error
-
-    monkeypatch.setattr(cuda, "nvrtc", raises)
-    return str(cuda_error)
+    monkeypatch.setattr(cuda, "importlib", SimpleNamespace(import_module=refuse))
+    monkeypatch.setattr(cuda, "nvrtc", cuda.Nvrtc)
+    return (
+        "NVRTC, the CUDA compiler library, is not installed: "
+        'pip install "pagedattn[cuda12]" (or [cuda13], as the driver allows)'
+    )
 
 
 def headers_of_another_major(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn import InvalidArgumentError, merge_attention_states
+from pagedattn import InvalidArgumentError, merge_attention_states, paged_attention
 
 ROWS, HEADS, WIDTH = 3, 2, 4
 
@@ -83,3 +83,32 @@ def test_no_rows_and_stacked_parts():
     output, lse = np.zeros((2, 0, 8), np.float16), np.zeros((2, 0, 2), np.float32)
     merged, merged_lse = merge_attention_states(output, lse)
     assert (merged.shape, merged_lse.shape) == ((0, 8), (0, 2))
+
+
+def test_parts_of_a_context_that_the_operator_attended():
+    """A prefix, a part without keys and the rest, by block tables that map some of the blocks; the sink in one part."""
+    rng = np.random.default_rng(0)
+    heads, kv_heads, width = 4, 2, 16
+    query, key, value, sink = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((2, heads * width), (2, kv_heads * width), (2, kv_heads * width), (heads,))
+    )
+    caches = rng.standard_normal((2, 8, 16, kv_heads, width)).astype(np.float32)
+    table = rng.permutation(8)[:6].reshape(2, 3).astype(np.int32)
+
+    def attend_blocks(mapped, head_sink=None):
+        return paged_attention(
+            query, key, value, *caches, np.array([0, 1, 2], np.int32), np.array([40, 23], np.int32),
+            np.where(mapped, table, -1).astype(np.int32), head_sink=head_sink,
+            num_heads=heads, kv_num_heads=kv_heads, return_lse=True,
+        )  # fmt: skip
+
+    whole = attend_blocks([True, True, True], sink)
+    parts = [attend_blocks([True, False, False], sink), attend_blocks(False), attend_blocks([False, True, True])]
+    assert (parts[1].lse == -np.inf).all()
+    output, lse = merge_attention_states([part.output for part in parts], [part.lse for part in parts])
+    np.testing.assert_allclose(output, whole.output, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, whole.lse, rtol=1e-5, atol=1e-5)
+    parts[2] = attend_blocks([False, True, True], sink)  # in two denominators, so counted twice
+    output, _ = merge_attention_states([part.output for part in parts], [part.lse for part in parts])
+    assert np.abs(output - whole.output).max() > 0.01
