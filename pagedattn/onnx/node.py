@@ -176,22 +176,25 @@ def check_node(inputs: Mapping[str, PartialTensor], outputs: Collection[str], at
     """
     values = coerce_attributes(attributes)
     validate(_complete(inputs, values), values)
-    _check_outputs(outputs, values)
+    check_outputs(outputs, values["qk_output"], keys_only=values["kv_cache_layout"] == "LATENT")
 
 
-def _check_outputs(outputs: Collection[str], values: Mapping[str, Any]) -> None:
-    if "output" not in outputs:
-        raise InvalidArgumentError("output: required output, got an empty name.")
-    key, value = "key_cache_out" in outputs, "value_cache_out" in outputs
-    if values["kv_cache_layout"] == "LATENT":
-        if value:
-            raise InvalidArgumentError("value_cache_out: expected an empty name in the LATENT layout, got a name.")
-    elif key != value:
-        there, missing = ("key", "value") if key else ("value", "key")
-        raise InvalidArgumentError(f"{missing}_cache_out: required together with {there}_cache_out, got none.")
-    if bool(values["qk_output"]) != ("output_qk" in outputs):
-        want = "output_qk as the fourth output" if values["qk_output"] else "0 without the output output_qk"
-        raise InvalidArgumentError(expected("qk_output", want, values["qk_output"]))
+def check_outputs(
+    outputs: Collection[str], qk_output: int, names: Sequence[str] = OUTPUT_NAMES, keys_only: bool = False
+) -> None:
+    """Check which outputs a node of either operator has; ``names`` are those of the operator."""
+    output, key, value, scores = names
+    if output not in outputs:
+        raise InvalidArgumentError(f"{output}: required output, got an empty name.")
+    if keys_only:
+        if value in outputs:
+            raise InvalidArgumentError(f"{value}: expected an empty name in the LATENT layout, got a name.")
+    elif (key in outputs) != (value in outputs):
+        there, missing = (key, value) if key in outputs else (value, key)
+        raise InvalidArgumentError(f"{missing}: required together with {there}, got none.")
+    if bool(qk_output) != (scores in outputs):
+        want = f"{scores} as the fourth output" if qk_output else f"1 or 2 with the output {scores}"
+        raise InvalidArgumentError(expected("qk_output", want, qk_output))
 
 
 def _complete(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) -> dict[str, TensorInfo]:

@@ -18,7 +18,7 @@ from pagedattn.dtypes import FLOAT32, DType
 from pagedattn.errors import InvalidArgumentError
 from pagedattn.jit import cuda
 from pagedattn.onnx.companions import COMPANIONS
-from pagedattn.onnx.node import OUTPUT_NAMES, names_by_index, refuse_unknown_attributes
+from pagedattn.onnx.node import OUTPUT_NAMES, check_outputs, names_by_index, refuse_unknown_attributes
 from pagedattn.onnx.types import dtype_of_element
 
 _HOST_INPUTS = ("attention_metadata", "total_sequence_length")
@@ -96,6 +96,8 @@ class PagedAttention(AttentionOp):
     def compute(self, inputs: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...]:
         key = tuple(attributes.items())
         if key not in self.operators:
+            keys_only = attributes.get("kv_cache_layout") == "LATENT"
+            check_outputs(self.present_outputs, attributes.get("qk_output", 0), keys_only=keys_only)
             qk_dtype = self.declared.get(self.present_outputs.get("output_qk", ""), FLOAT32)
             self.operators[key] = api.PagedAttention(backend=self.backend, qk_dtype=qk_dtype, **attributes)
         result = self.operators[key](**{"query": None, **inputs})
@@ -110,6 +112,7 @@ class GroupQueryAttention(AttentionOp):
     output_names = gqa.OUTPUT_NAMES
 
     def compute(self, inputs: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...]:
+        check_outputs(self.present_outputs, attributes.get("qk_output", 0), self.output_names)
         for name in ("past_key", "past_value"):  # such as an initializer; its present is an output of its own anyway
             if isinstance(inputs.get(name), np.ndarray) and not inputs[name].flags.writeable:
                 inputs[name] = inputs[name].copy()

@@ -14,6 +14,7 @@ from pagedattn import contract, gqa
 from pagedattn.errors import InvalidArgumentError
 from pagedattn.onnx.node import (
     attribute_value,
+    check_outputs,
     make_paged_attention_node,
     names_by_index,
     read_paged_attention_node,
@@ -31,7 +32,7 @@ class Finding:
     Attributes
     ----------
     node : str
-        Name of the node, or of its first output.
+        Name of the node, or of its first output, or its operator.
     operator : str
         Its operator.
     feature : str
@@ -88,7 +89,7 @@ def _read(node: NodeProto) -> _PaddedNode:
 
 
 def _name_of(node: NodeProto) -> str:
-    return str(node.name or next(filter(None, node.output)))
+    return str(node.name or next(filter(None, node.output), node.op_type))
 
 
 # ---- the report --------------------------------------------------------------------------------------------------
@@ -140,8 +141,9 @@ def _findings(node: NodeProto, nested: bool) -> list[Finding]:
 def _padded_notes(node: NodeProto) -> Iterator[tuple[str, str, bool]]:
     """What PagedAttention cannot say of a GroupQueryAttention node: feature, note, whether it blocks."""
     _, inputs, outputs, attributes = _read(node)
-    for name in ("query", "seqlens_k", "total_sequence_length", "output"):
-        if name not in inputs and name not in outputs:
+    check_outputs(outputs, attributes["qk_output"], gqa.OUTPUT_NAMES)
+    for name in ("query", "seqlens_k", "total_sequence_length"):
+        if name not in inputs:
             yield name, "it is required", True
     if "position_ids" in inputs and attributes["do_rotary"]:
         yield "position_ids", "they turn queries and keys only, query_positions would move the mask too", True
@@ -210,7 +212,8 @@ def rewrite_group_query_attention(
         A power of two, at least 16.
     paged_caches : bool
         Graph inputs that are caches become ``(num_blocks, block_size, kv_num_heads, width)``, and there is a new graph
-        input ``block_table``. Every cache has to be a graph input, and its present a graph output or absent.
+        input ``block_table``, or of another name where the graph has that one. Every cache has to be a graph input, and
+        its present a graph output or absent.
     assume_sequential_positions : bool
         Drop position_ids, trusting them to count on from the tokens that are in the cache.
 
@@ -271,7 +274,7 @@ class _Writer:
         self.rewritten: list[str] = []
         # Names of the lengths, dimensions of the batch if they are known, and its layout.
         self.layouts: list[tuple[tuple[str, str | None], tuple[Any, ...] | None, _Layout]] = []
-        self.has_table = False
+        self.block_table = ""
         self.constants: dict[tuple[Any, ...], str] = {}
         self.prefix = "paged"
         self.count = 0
@@ -512,15 +515,15 @@ class _Writer:
             for out in graph.output:
                 if out.name == node.outputs.get(present):
                     out.type.CopyFrom(info.type)
-        if not self.has_table:
-            self.has_table = True
+        if not self.block_table:
+            self.block_table = "block_table" if "block_table" not in self.taken else self.name("block_table")
             shape = ("batch_size", "max_blocks_per_sequence")
-            table = helper.make_tensor_value_info("block_table", onnx.TensorProto.INT32, shape)
+            table = helper.make_tensor_value_info(self.block_table, onnx.TensorProto.INT32, shape)
             graph.input.append(table)
         return {
             "key_cache": node.inputs["past_key"],
             "value_cache": node.inputs["past_value"],
-            "block_table": "block_table",
+            "block_table": self.block_table,
         }
 
     def make_pool(self, info: Any, node: _PaddedNode) -> None:

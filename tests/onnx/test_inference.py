@@ -329,7 +329,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any], str]
     "value cache out of LATENT": (LATENT, CACHES_OUT, LATENT_ATTRIBUTES, "value_cache_out: expected an empty name"),
     "no output": (SEPARATE, ("", "key_cache_out", "value_cache_out"), HEADS, "output: required output"),
     "qk_output without output": (SEPARATE, CACHES_OUT, {**HEADS, "qk_output": 1}, "qk_output: expected output_qk"),
-    "output without qk_output": (SEPARATE, FOUR, HEADS, "qk_output: expected 0 without"),
+    "output without qk_output": (SEPARATE, FOUR, HEADS, "qk_output: expected 1 or 2 with the output"),
     "no scale in LATENT": (
         LATENT,
         ("output",),

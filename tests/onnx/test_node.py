@@ -120,7 +120,12 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, str], dict[str, Any], str]] =
     "no output": (INPUTS, {}, HEADS, "output: required output"),
     "one cache": (INPUTS, {"output": "y", "key_cache_out": "k"}, HEADS, "value_cache_out: required together"),
     "no scores": (INPUTS, OUTPUTS, {**HEADS, "qk_output": 1}, "qk_output: expected output_qk as the fourth output"),
-    "scores": (INPUTS, {**OUTPUTS, "output_qk": "s"}, HEADS, "qk_output: expected 0 without the output output_qk"),
+    "scores": (
+        INPUTS,
+        {**OUTPUTS, "output_qk": "s"},
+        HEADS,
+        "qk_output: expected 1 or 2 with the output output_qk, got 0",
+    ),
     "scale without type": ({**INPUTS, "k_scale": "s"}, OUTPUTS, HEADS, "k_scale: expected it absent with k_quant_type"),
     "type without scale": (
         INPUTS,

@@ -193,6 +193,40 @@ def test_unknown_and_missing_attributes_are_refused_when_loaded(attributes: dict
         ReferenceEvaluator(model, new_ops=reference_ops(model))
 
 
+@pytest.mark.parametrize(
+    ("outputs", "qk_output", "message"),
+    [
+        ((*CACHES_OUT, "output_qk"), 0, "qk_output: expected 1 or 2 with the output output_qk, got 0"),
+        (CACHES_OUT, 1, "qk_output: expected output_qk as the fourth output, got 1"),
+        (("output", "key_cache_out"), 0, "value_cache_out: required together with key_cache_out"),
+        (("", *CACHES_OUT[1:]), 0, "output: required output"),
+    ],
+)
+@pytest.mark.parametrize("operator", [contract.NAME, gqa.NAME])
+def test_output_lists_that_do_not_fit_are_refused(
+    operator: str, outputs: tuple[str, ...], qk_output: int, message: str
+):
+    built = build(SMALL)
+    if operator == contract.NAME:
+        feeds, model = built.inputs, model_of_call(built.inputs, {**built.attributes, "qk_output": qk_output}, outputs)
+    else:
+        call = padded(built)
+        feeds, attributes = call.inputs, {**call.attributes, "qk_output": qk_output}
+        ours = dict(zip(CACHES_OUT, gqa.OUTPUT_NAMES[:3], strict=True))
+        for name, own in ours.items():
+            message = message.replace(name, own)
+        names = [row.name if row.name in feeds else "" for row in gqa.INPUTS]
+        listed_names = [ours.get(name, name) for name in outputs]
+        node = helper.make_node(gqa.NAME, names, listed_names, domain=contract.DOMAIN, **attributes)
+        types = {name: (ELEMENTS[str(x.dtype)], x.shape) for name, x in feeds.items()}
+        model = model_of([node], types, {name: (F16, None) for name in listed_names if name})
+    before = {name: x.copy() for name, x in feeds.items()}
+    with pytest.raises(InvalidArgumentError, match=message):
+        ReferenceEvaluator(model, new_ops=reference_ops(model)).run(None, dict(feeds))
+    for name, x in before.items():
+        assert_same_bits(feeds[name], x, name)
+
+
 def test_scales_per_token_are_refused_by_type():
     """What another builder writes at input 17."""
     built = build(SMALL)

@@ -263,6 +263,38 @@ def test_a_node_that_says_more_is_left_alone(feature: str):
     assert "layer0" in str(migration.findings[0])
 
 
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([], "output: required output"),
+        (["", "k", "v"], "output: required output"),
+        (["y", "k"], "present_value: required together with present_key"),
+        (["y", "k", "v", "s"], "qk_output: expected 1 or 2 with the output output_qk"),
+    ],
+)
+def test_output_lists_that_do_not_fit_are_reported(outputs: list[str], message: str):
+    model = stack(HEADS, 1)
+    node = model.graph.node[0]
+    del node.output[:]
+    node.output.extend(outputs)
+    node.name = ""
+    (finding,) = migration_report(model)
+    assert message in finding.note
+    assert finding.blocks
+    assert finding.node == next(filter(None, outputs), gqa.NAME)
+    assert rewrite_group_query_attention(model).rewritten == []
+
+
+def test_block_table_gets_a_name_of_its_own():
+    model = stack(ATTRIBUTES)
+    model.graph.input.append(helper.make_tensor_value_info("block_table", I32, ("B", "M")))
+    rewritten = rewrite_group_query_attention(model, paged_caches=True).model
+    onnx.checker.check_model(rewritten)
+    table = rewritten.graph.input[-1].name
+    assert table != "block_table"
+    assert [node.input[7] for node in rewritten.graph.node if node.op_type == contract.NAME] == [table, table]
+
+
 def test_positions_can_be_dropped():
     attributes, inputs = BLOCKING["position_ids"]
     model = stack(attributes, **inputs)
