@@ -213,7 +213,8 @@ def group_query_attention(
     seqlens_k : (B,), int32
         Tokens of each sequence in the cache **after** this call, **minus one**.
     total_sequence_length : int, or array of one integer in host memory
-        The largest number of tokens in the batch; with query_seqlens a bound of it.
+        The largest number of tokens in the batch; with query_seqlens a bound of it. At most the rows of past_key and
+        the new ones.
     cos_cache, sin_cache : (max_seq_len, rotary_dim / 2), T, optional
     position_ids : (B, S), int64 or int32, optional
         Positions for RoPE; the mask goes by order in the sequence. In a prompt (S is total_sequence_length, without
@@ -411,6 +412,9 @@ def _faults(shapes: Shapes, attributes: Mapping[str, Any]) -> Iterator[str]:
     if shapes.has("query_seqlens") and not attributes["causal"]:
         yield expected("causal", "1 with query_seqlens", 0)
     yield from _cache_faults(shapes, attributes)
+    most = shapes.sizes.get("capacity", 0) + shapes.sizes.get("kv_sequence_length", length)
+    if total > most and not attributes["sliding_window_cache"]:
+        yield expected("total_sequence_length", f"a value <= {most}, the rows of past_key and the new ones", total)
 
 
 def _cache_faults(shapes: Shapes, attributes: Mapping[str, Any]) -> Iterator[str]:
@@ -617,6 +621,10 @@ class _Call:
                 good = (new >= 0) & (new <= most)
                 want = "a value in [0, min(sequence_length, seqlens_k + 1)]"
                 require_values("query_seqlens", _host(new), _host(good), want)
+            if not self.attributes["sliding_window_cache"]:
+                past, capacity = _host(total - (most if new is None else new)), self.sizes.get("capacity", 0)
+                want = f"a value with at most {capacity} tokens before the new ones, the rows of past_key"
+                require_values("seqlens_k", seqlens, past <= capacity, want)
         if new is None and self.length == 1:  # a total of 0 makes the past negative, which sees and writes nothing
             return _Rows(xp, 1, total, xp.ones_like(total), all_full=True)
         new = most if new is None else xp.clip(new, 0, most)

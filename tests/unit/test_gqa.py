@@ -540,6 +540,25 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "past_value: expected a writeable array",
     ),
+    "rows that are nowhere": (
+        {name: np.zeros((3, 2, 3, 16), np.float32) for name in ("past_key", "past_value")},
+        "total_sequence_length: expected a value <= 7, the rows of past_key and the new ones, got 8",
+    ),
+    "a past that is nowhere": (
+        {name: np.zeros((3, 2, 6, 16), np.float32) for name in ("past_key", "past_value")},
+        r"seqlens_k\[2\]: expected a value with at most 6 tokens before the new ones, the rows of past_key, got 7",
+    ),
+    "a prompt after nothing": (
+        {"past_key": None, "past_value": None, "query_seqlens": None},
+        "total_sequence_length: expected a value <= 4, the rows of past_key and the new ones, got 8",
+    ),
+    "nothing new and no room": (
+        {
+            **{name: np.zeros((3, 0, 32), np.float32) for name in ("key", "value")},
+            **{name: np.zeros((3, 2, 7, 16), np.float32) for name in ("past_key", "past_value")},
+        },
+        "total_sequence_length: expected a value <= 7, the rows of past_key",
+    ),
     "huge total": ({"total_sequence_length": 2**31}, "total_sequence_length: expected a value that int32 holds"),
     "limit": ({"max_output_qk_bytes": None}, "max_output_qk_bytes: expected a number, got None"),
     "backends": ({"backend": ["numpy"]}, r"backend: expected a name or None, got \['numpy'\]"),
