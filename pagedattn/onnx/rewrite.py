@@ -14,15 +14,19 @@ from pagedattn import contract, gqa
 from pagedattn.errors import InvalidArgumentError
 from pagedattn.onnx.node import (
     attribute_value,
+    check_node,
     check_outputs,
     make_paged_attention_node,
     names_by_index,
     read_paged_attention_node,
     refuse_unknown_attributes,
 )
+from pagedattn.onnx.types import partial_tensor
 from pagedattn.validate import coerce_attributes, expected
 
 MIN_OPSET = 15  # CastLike
+# Inputs that both operators have under one name.
+SHARED_INPUTS = [row.name for row in contract.INPUTS if row.name in gqa.INPUT_BY_NAME]
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ def _findings(node: NodeProto, nested: bool) -> list[Finding]:
     name, operator = _name_of(node), node.op_type
     try:
         notes = list(_padded_notes(node) if operator == gqa.NAME else _paged_notes(node))
+        if operator == gqa.NAME and not any(blocks for *_, blocks in notes):
+            _check_counterpart(_read(node))
     except InvalidArgumentError as error:
         return [Finding(name, operator, "node", str(error))]
     if nested:
@@ -156,6 +162,27 @@ def _padded_notes(node: NodeProto) -> Iterator[tuple[str, str, bool]]:
         yield "k_norm_epsilon", "it differs from that of queries, and there is one qk_norm_epsilon", True
     if attributes["k_quant_type"] != "NONE" and "past_key" not in inputs:
         yield "past_key", "it is required with a quantized cache", True
+
+
+def _check_counterpart(node: _PaddedNode) -> None:
+    """Raise for a node that breaks rules which both operators have: what became of it could not run either."""
+    pairs = {"past_key": "key_cache", "past_value": "value_cache"}
+    for name, other in zip(pairs, reversed(pairs), strict=True):
+        if name in node.inputs and other not in node.inputs:
+            raise InvalidArgumentError(f"{other}: required together with {name}, got none.")
+    lengths = ("cumulative_sequence_length", "past_seqlens", "block_table")
+    inputs = {*(node.inputs.keys() & set(SHARED_INPUTS)), *pairs.values(), *lengths}
+    outputs = {"output", "output_qk"} if node.attributes["qk_output"] else {"output"}
+    check_node(dict.fromkeys(inputs, partial_tensor(None)), outputs, _paged_attributes(node.attributes))
+
+
+def _paged_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+    chosen = {name: attributes[name] for name in gqa.SHARED_ATTRIBUTES}
+    chosen["is_causal"] = attributes["causal"]
+    chosen["qk_norm_epsilon"] = attributes["q_norm_epsilon"] or attributes["qk_norm_epsilon"]
+    if attributes["kv_cache_bit_width"] == 4:
+        chosen.update(k_cache_dtype="int4", v_cache_dtype="int4")
+    return chosen
 
 
 def _paged_notes(node: NodeProto) -> Iterator[tuple[str, str, bool]]:
@@ -466,7 +493,7 @@ class _Writer:
             paged["block_table"] = self.narrow(self.op("Reshape", table, shape))
             outputs.update(key_cache_out=self.name("key_cache_out"), value_cache_out=self.name("value_cache_out"))
         self.nodes.append(
-            make_paged_attention_node(paged, outputs, name=self.name(contract.NAME), **self.paged_attributes(node))
+            make_paged_attention_node(paged, outputs, name=self.name(contract.NAME), **_paged_attributes(attributes))
         )
         flat = self.unpacked(outputs["output"], layout, layout.live, self.ints(-1))
         self.nodes.append(helper.make_node("Identity", [flat], [node.outputs["output"]], name=self.name("Identity")))
@@ -490,15 +517,6 @@ class _Writer:
         self.nodes.append(
             helper.make_node("CastLike", [whole, node.inputs["query"]], [out], name=self.name("CastLike"))
         )
-
-    def paged_attributes(self, node: _PaddedNode) -> dict[str, Any]:
-        attributes = node.attributes
-        chosen = {name: attributes[name] for name in gqa.SHARED_ATTRIBUTES}
-        chosen["is_causal"] = attributes["causal"]
-        chosen["qk_norm_epsilon"] = attributes["q_norm_epsilon"] or attributes["qk_norm_epsilon"]
-        if attributes["kv_cache_bit_width"] == 4:
-            chosen.update(k_cache_dtype="int4", v_cache_dtype="int4")
-        return chosen
 
     # ---- caches as pools
 

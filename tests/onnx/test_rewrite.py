@@ -285,6 +285,33 @@ def test_output_lists_that_do_not_fit_are_reported(outputs: list[str], message: 
     assert rewrite_group_query_attention(model).rewritten == []
 
 
+@pytest.mark.parametrize(
+    ("attributes", "inputs", "message"),
+    [
+        (HEADS, {"cos_cache": (F32, (64, 32))}, "sin_cache: required together with cos_cache"),
+        (HEADS, {"q_norm_weight": (F32, (64,))}, "k_norm_weight: required together with q_norm_weight"),
+        (HEADS, {"k_scale": (F32, (1,))}, "k_scale: expected it absent with k_quant_type = NONE"),
+        ({"num_heads": 8, "kv_num_heads": 3}, {}, "num_heads: expected a multiple of kv_num_heads = 3"),
+        ({**HEADS, "do_rotary": 1}, {}, "cos_cache: required by do_rotary"),
+        (HEADS, {"key": (F32, ("batch", "length", 128))}, "kv_cache_layout: expected SEPARATE to come with key"),
+        (HEADS, {"past_value": None}, "past_value: required together with past_key"),
+    ],
+)
+def test_a_malformed_node_is_reported_and_left_alone(attributes: Any, inputs: Any, message: str):
+    """It does not keep the others from being rewritten."""
+    model = stack(attributes, 1, **{name: entry for name, entry in inputs.items() if name not in ("key", "past_value")})
+    node = model.graph.node[0]
+    for name, entry in inputs.items():
+        node.input[[row.name for row in gqa.INPUTS].index(name)] = name if entry else ""
+    (finding,) = migration_report(model)
+    assert message in finding.note
+    assert finding.blocks
+    assert rewrite_group_query_attention(model).rewritten == []
+    model.graph.node.extend(stack(HEADS, 1).graph.node)
+    model.graph.node[2].name = "good"
+    assert rewrite_group_query_attention(model).rewritten == ["good"]
+
+
 def test_block_table_gets_a_name_of_its_own():
     model = stack(ATTRIBUTES)
     model.graph.input.append(helper.make_tensor_value_info("block_table", I32, ("B", "M")))
