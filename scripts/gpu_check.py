@@ -242,8 +242,10 @@ def main() -> int:
     parser.add_argument("--check-digest", action="store_true", help="check the record; needs no GPU")
     options = parser.parse_args()
     if options.check_digest:
-        found = problems(json.loads(RECORD.read_text())) if RECORD.exists() else [f"{RECORD} does not exist"]
-        print("\n".join(found) or "the record is of these sources and clean")
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else None
+        found = [f"{RECORD} does not exist"] if record is None else problems(record)
+        pending = record and record.get("pending")
+        print("\n".join(found) or (f"pending: {pending}" if pending else "the record is of these sources and clean"))
         return int(bool(found))
     if options.part is None:
         parser.error("name a part, or --check-digest")
