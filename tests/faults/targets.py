@@ -25,6 +25,7 @@ from pagedattn.dtypes import BY_NUMPY, FLOAT8E4M3FN, FLOAT32
 from pagedattn.support import Feature, No, Row
 from pagedattn.testing import emulate, emulator
 from pagedattn.validate import validate
+from tests.emulator import toolchain
 from tests.support.build import TYPES, Built
 
 from .scene import ROUNDING, Array, Call, assert_close, assert_same_bytes, expected
@@ -348,7 +349,7 @@ def all_targets() -> tuple[Target, ...]:
     if gpu_count():
         arch = runtimes.runtime_of("cuda:0").arch
         targets += [CupyTarget(row, device="cuda:0", arch=arch) for row in rows]
-    if env.emulate():
+    if env.emulate() or toolchain.missing() is None:
         targets += [EmulatedTarget(row, arch=emulator().arch) for row in rows]
     return tuple(targets)
 

@@ -18,27 +18,13 @@ from pagedattn.arrays import NUMPY
 from pagedattn.backends import flash_prefill, latent_mla
 from pagedattn.dtypes import BY_NAME
 from pagedattn.validate import validate
-from tests.emulator import toolchain
-from tests.emulator.runtime import EmulatorRuntime
-from tests.faults.targets import EmulatedTarget, Target, all_targets
+from tests.faults.targets import Target, all_targets
 from tests.support.build import Built, build, outside
 from tests.support.cases import CORNER, SMOKE, Case, grid, sizes
 from tests.support.compare import verify
 
-
-def targets() -> list[Target]:
-    """Every CUDA backend: on a GPU where there is one, and emulated where the sources can be built for the CPU."""
-    found = {str(target): target for target in all_targets() if target.row.min_arch}
-    try:
-        toolchain.find()
-    except toolchain.ToolchainError:
-        return list(found.values())
-    rows = [row for row in support.ROWS if row.min_arch]
-    emulated = [EmulatedTarget(row, arch=EmulatorRuntime.arch) for row in rows]
-    return [*found.values(), *(target for target in emulated if str(target) not in found)]
-
-
-TARGETS = targets()
+# Every CUDA backend: on a GPU where there is one, and emulated where the sources can be built for the CPU.
+TARGETS = [target for target in all_targets() if target.row.min_arch]
 # The emulator is some thousand times slower than a GPU; the whole grid runs there on request.
 WIDE = os.environ.get("PAGEDATTN_GRID") == "1"
 
