@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,9 @@ from pagedattn import PagedAttention
 from pagedattn import runtime as runtimes
 from pagedattn.jit.sources import Sources, default_sources
 from tests.support.build import Built, build
-from tests.support.cases import Case
+from tests.support.cases import SMOKE, Case
 
-from . import toolchain
+from . import sanitize, toolchain
 from .executor import EmulatorError, EmulatorExecutor
 from .runtime import EmulatorRuntime
 
@@ -128,3 +131,32 @@ def test_a_barrier_taken_out_of_a_kernel_is_missed(file: str, statement: str, na
         message = ""
         assert results != run(built, name.split()[0], EmulatorExecutor(mode="races"))
     assert not message or "race in dynamic shared memory" in message
+
+
+# Which case of each backend.
+SANITIZED: dict[str, Callable[[Case], bool]] = {
+    "decode": lambda case: case.cache == "int8" and not case.is_latent,
+    "flash": lambda case: case.cache == "float8e4m3fn" and not case.is_latent,
+    "dense": lambda case: case.qk_output > 0 and not case.is_latent,
+    "latent": lambda case: case.cache == "float8e4m3fn" and case.is_latent,
+}
+
+
+def test_sanitizers_find_nothing_in_any_backend() -> None:
+    """In a process that runs under AddressSanitizer and UndefinedBehaviorSanitizer; more by hand."""
+    try:
+        environment = sanitize.environment()
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    test = "tests/kernels/test_matrix.py::test_backend_is_right_or_refuses"
+    cases = [f"{test}[{name}-emulated-{next(filter(fits, SMOKE))}]" for name, fits in SANITIZED.items()]
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert f"{len(cases)} passed" in process.stdout
