@@ -6,7 +6,6 @@ The first two run anywhere: without a GPU, without CuPy. The last needs NVRTC.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import re
@@ -26,7 +25,7 @@ from pagedattn.errors import PagedAttentionError
 from pagedattn.jit import cuda
 from pagedattn.jit.compiler import arch_of
 from pagedattn.jit.disk_cache import default_directory
-from pagedattn.problem import Problem, TensorInfo
+from pagedattn.problem import Problem, imagined
 from pagedattn.support import ROWS, Row
 from pagedattn.validate import validate
 from pagedattn.warmup import warm_up
@@ -235,13 +234,6 @@ def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
     device = "cuda:0" if arch else "cpu"
     tokens, blocks = given.batch * given.query_len, -(-given.context // given.block_size)
 
-    def tensor(shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorInfo:
-        strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-        pointer = ends[-1] + 255 & ~255  # no two tensors share memory
-        ends.append(pointer + math.prod(shape) * dtype.itemsize)
-        return TensorInfo(shape, dtype, device, strides, pointer, writeable=True)
-
-    ends = [256]
     io = BY_NAME[given.dtype].numpy
     cache_shape = (given.batch * blocks, given.block_size, kv_heads, cache.storage_elements(given.head_size))
     scale_shape = (kv_heads, 1, given.head_size) if given.per_channel else (1,)
@@ -264,7 +256,11 @@ def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
     quant_type = "NONE" if not cache.is_quantized else "PER_CHANNEL" if given.per_channel else "PER_TENSOR"
     cache_dtype = cache.name if cache.name == "int4" else ""
     problem = validate(
-        {name: tensor(shape, dtype) for name, (there, shape, dtype) in present.items() if there},
+        {
+            name: imagined(number, shape, dtype, device)
+            for number, (name, (there, shape, dtype)) in enumerate(present.items())
+            if there
+        },
         {
             "num_heads": given.num_heads,
             "kv_num_heads": kv_heads,

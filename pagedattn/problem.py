@@ -36,6 +36,15 @@ class TensorInfo(NamedTuple):
         return True
 
 
+def imagined(number: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: str = "cpu") -> TensorInfo:
+    """Array ``number`` of several that do not exist, to be checked like a call's: whole, each in memory of its own."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return TensorInfo(shape, dtype, device, tuple(reversed(strides)), (number + 1) << 96, writeable=True)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is known of a call without reading an array: shapes, types, attributes, present inputs, host bounds.

@@ -13,7 +13,7 @@ from pagedattn import contract
 from pagedattn.dtypes import BY_NAME, FLOAT16, FLOAT32, INT4, INT8, INT32
 from pagedattn.errors import InvalidArgumentError
 from pagedattn.onnx.types import PartialTensor, partial_tensor
-from pagedattn.problem import TensorInfo
+from pagedattn.problem import TensorInfo, imagined
 from pagedattn.validate import coerce_attributes, expected, validate
 
 OUTPUTS = tuple(row for row in contract.OUTPUTS if row.index is not None)
@@ -235,7 +235,7 @@ def _complete(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) ->
             fill = int(name) if name.isdigit() else sizes.get(name, least.get(name, 1)) + int(plus or 0)
             filled.append(fill if extent is None else extent)
         dtype = inputs[row.name].dtype or dtypes[row.type]
-        infos[row.name] = _described(tuple(filled), dtype, number)
+        infos[row.name] = imagined(number, tuple(filled), dtype)
     return infos
 
 
@@ -270,12 +270,3 @@ def _dimensions(row: contract.Input, values: Mapping[str, Any]) -> tuple[str, ..
     if kind is None:
         return row.shape
     return ("kv_num_heads", "1", "head_size") if values[kind] == "PER_CHANNEL" else ("1",)
-
-
-def _described(shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> TensorInfo:
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    pointer = (number + 1) << 48  # no two tensors share memory
-    return TensorInfo(shape, dtype, "cpu", tuple(reversed(strides)), pointer, True)
