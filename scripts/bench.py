@@ -105,6 +105,7 @@ RAGGED = (3856, 961, 3477, 723, 1684, 1164, 987, 3422, 1488, 2820, 3100, 2494, 3
 D1 = Workload("D1", batch(64, 8191), 64, 8, 128)
 P1 = Workload("P1", batch(1, 0, 8192), 64, 8, 128)
 P2 = Workload("P2", batch(4, 6144, 2048), 64, 8, 128)
+P4 = replace(P1, name="P4", head_size=64)
 M1 = Workload("M1", batch(64, 4095), 128, 1, 576, 512, page=64)
 M2 = Workload("M2", batch(64, 8191), 16, 1, 576, 512, page=64)
 
@@ -125,7 +126,7 @@ WORKLOADS = {
         P1,
         P2,
         replace(P1, name="P3", sequences=tuple((0, n) for n in RAGGED)),
-        replace(P1, name="P4", head_size=64),
+        P4,
         replace(P2, name="P5", cache="float8e4m3fn", quant="PER_TENSOR"),
         replace(P2, name="P6", cache="int8", quant="PER_TENSOR"),
         replace(P1, name="P7", sequences=batch(1, 0, 32768), window=1024),
@@ -139,7 +140,7 @@ WORKLOADS = {
         replace(M2, name="M4c", cache="float8e4m3fn", quant="PER_CHANNEL"),
         replace(M1, name="M5", cache="float8e4m3fn", quant="PER_TENSOR"),
         Workload("M6", batch(1, 6144, 2048), 128, 1, 576, 512, page=64),
-        *(replace(w, name=f"{w.name}_sm80", sm80=True) for w in (P1, P2, replace(P1, name="P4", head_size=64), M1, M2)),
+        *(replace(w, name=f"{w.name}_sm80", sm80=True) for w in (P1, P2, P4, M1, M2)),
         replace(M1, name="M7", sequences=tuple((n - 1, 1) for n in heavy_tail(64, 64 * 4096, 7))),
     )
 }
@@ -377,12 +378,13 @@ def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool) -> d
         raise AssertionError(f"{workload.name}: relative error {error:.2g} against the float64 reference")
     estimate = gpu.timed(calls, 2)
     repeats = int(np.clip(30_000 / estimate, 4, 40))
-    graphs: list[Callable[[], Any]] = [GraphedStep(call) for call in calls]
-    in_graph = 1
+    in_graph = LAYERS if workload.is_decode else 1
+    graphs: list[Callable[[], Any]]
     if workload.is_decode:  # the layers of a step lie in one graph: what starts a graph is shared by them
-        in_graph = LAYERS
         layers = [calls[i % len(calls)] for i in range(in_graph)]
         graphs = [GraphedStep(lambda: [call() for call in layers])]
+    else:
+        graphs = [GraphedStep(call) for call in calls]
     burst = None
     if not workload.is_decode:
         time.sleep(1.0)
