@@ -21,9 +21,13 @@ def test_large_products_do_not_overflow(target, io, unit_cache, q_len, splits):
     scene = Scene([7], num_heads=1, head_size=128, io=io, cache=kind, query=200, key=200, value=lambda b, pos, h: pos)
     assert (target.run(scene.call([7 - q_len])).output[-1] == 3).all()
     scene.key[0][5] = larger
-    output = target.run(scene.call([7 - q_len])).output[-1].astype(np.float64)
-    # The key's score less itself may be off by a rounding of 650 thousand, and its weight is rounded to the io type.
-    assert np.abs(output - 5).max() <= 5 * 2.0 ** -(7 if io is BFLOAT16 else 10)
+    output = target.run(scene.call([7 - q_len])).output[-1]
+    if target.backend == "flash" and target.arch == 90:
+        # Hopper's kernel takes the key's score less itself by a fused product, which is off by a rounding of 650
+        # thousand, and the weight that comes of it is rounded to the io type.
+        assert np.abs(output.astype(np.float64) - 5).max() <= 5 * 2.0 ** -(7 if io is BFLOAT16 else 10)
+    else:
+        assert (output == 5).all()
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -20,9 +20,10 @@ MANTISSA_BITS = {"float16": 10, "bfloat16": 7, "float32": 23}
 FLIPPED_SHARE = 0.005
 
 
-def ulp(dtype: str, magnitude: float) -> float:
-    """Distance of two neighbours in an element type at a magnitude."""
-    return float(2.0 ** (np.floor(np.log2(magnitude)) - MANTISSA_BITS[dtype])) if magnitude > 0 else 0.0
+def ulp(dtype: str, magnitude: Any) -> Any:
+    """Distance of two neighbours in an element type at a magnitude, or at each of an array; 0 at 0."""
+    with np.errstate(divide="ignore"):
+        return 2.0 ** (np.floor(np.log2(magnitude)) - MANTISSA_BITS[dtype])
 
 
 def assert_close(got: Array, want: Array, plain: Array, dtype: str, what: str = "output") -> None:
@@ -40,8 +41,7 @@ def assert_close(got: Array, want: Array, plain: Array, dtype: str, what: str = 
     if not got.size:
         return
     error, allowed = np.abs(got - want), np.abs(plain - want)
-    # In few rows with few keys the plain computation can be lucky: its largest error then says less than its RMS.
-    bound = 2 * max(allowed.max(), 8 * _rms(allowed)) + ulp(dtype, np.abs(want).max())
+    bound = 2 * allowed.max() + ulp(dtype, np.abs(want).max())
     assert error.max() <= bound, f"{what}: largest error {error.max():.3g}, allowed {bound:.3g}"
     bound = 2 * _rms(allowed) + ulp(dtype, _rms(want))
     assert _rms(error) <= bound, f"{what}: RMS error {_rms(error):.3g}, allowed {bound:.3g}"

@@ -35,7 +35,7 @@ from pagedattn import support
 from tests.faults.targets import CupyTarget, EmulatedTarget, Target
 from tests.support.build import TYPES, Built, build
 from tests.support.cases import Case
-from tests.support.compare import MANTISSA_BITS, assert_codes_close, bits
+from tests.support.compare import MANTISSA_BITS, assert_codes_close, bits, ulp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Results = dict[str, Array]
@@ -206,14 +206,14 @@ def complaints(call: RecordedCall, got: Results, want: Results) -> list[str]:
     found = _caches(call, got, want)
     rows = (case.token_count, case.num_heads, -1)
     mine, theirs = (x["output"].view(TYPES[case.io]).astype(np.float64).reshape(rows) for x in (got, want))
-    step = _ulp(case.io, np.abs(theirs).max(axis=-1, keepdims=True, initial=0))
+    step = ulp(case.io, np.abs(theirs).max(axis=-1, keepdims=True, initial=0))
     found += _beyond("output", mine, theirs, np.broadcast_to(step, theirs.shape))
     if "lse" in got:
         mine, theirs = (x["lse"].view(np.float32).astype(np.float64) for x in (got, want))
         found += _beyond("lse", mine, theirs, _score_bound(call, theirs))
     if "output_qk" in got:
         mine, theirs = (x["output_qk"].view(TYPES[case.qk_dtype]).astype(np.float64) for x in (got, want))
-        stored = _ulp(case.qk_dtype, np.abs(theirs)) if case.qk_dtype != "float32" else 0.0
+        stored = ulp(case.qk_dtype, np.abs(theirs)) if case.qk_dtype != "float32" else 0.0
         found += _beyond("output_qk", mine, theirs, np.maximum(_score_bound(call, theirs), stored))
     return found
 
@@ -250,12 +250,6 @@ def _beyond(what: str, got: Array, want: Array, bound: Array) -> list[str]:
         return []
     worst = tuple(bad[np.argmax((error / np.maximum(bound, 1e-300))[tuple(bad.T)])])
     return [f"{what}: {len(bad)} of {got.size} too far, {got[worst]:.7g} against {want[worst]:.7g} at {worst}"]
-
-
-def _ulp(dtype: str, magnitude: Array) -> Array:
-    """Distance of neighbours in an element type; 0 at 0."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(2.0 ** (np.floor(np.log2(magnitude)) - MANTISSA_BITS[dtype]))
 
 
 def differing_share(got: Mapping[str, Results], want: Mapping[str, Results]) -> float:
