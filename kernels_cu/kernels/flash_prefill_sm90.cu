@@ -22,21 +22,22 @@
 //   tile [tile_kv / 8][kChannelGroups] atoms, so that the rows of one block of the cache are one contiguous box of the copy
 //   queries [warpgroups][kChannelGroups][64 / 8] atoms
 // Invariants
-//   What no token of the work admits is not read where it fills blocks, and is zeros in the value tile where it does not:
-//   nothing that is masked can reach the sums as 0 x NaN. Blocks that are not mapped arrive as zeros, which are a finite
-//   number in every type, and are masked.
+//   What no token of the work admits is not read where it fills blocks, and is zeros in the value tile where it does not: it cannot
+//   reach the sums as 0 x NaN. What only some tokens admit can, and then shows in the end (spoilt_rows.cuh). Blocks that are not
+//   mapped arrive as zeros, which are a finite number in every type, and are masked.
 //   Lengths that enter the mask are read here; host bounds only size the grid.
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/key_fragments.cuh>
 #include <pagedattn/kv_accessor.cuh>
 #include <pagedattn/mask.cuh>
-#include <pagedattn/ptx/exp2.cuh>
 #include <pagedattn/ptx/mbarrier.cuh>
 #include <pagedattn/ptx/setmaxnreg.cuh>
 #include <pagedattn/ptx/tma.cuh>
 #include <pagedattn/ptx/wgmma.cuh>
 #include <pagedattn/seqlens.cuh>
 #include <pagedattn/softmax.cuh>
+#include <pagedattn/spoilt_rows.cuh>
+#include <pagedattn/warpgroup_rows.cuh>
 
 struct FlashPrefillSm90Spec {
   DType io;         // of query and output
@@ -53,8 +54,10 @@ struct FlashPrefillSm90Params {
   TensorMap query_map;  // [kChannelGroups, token_count, num_heads, kGroupChannels]; box [1, tokens of a warpgroup, group_size, all]
   TensorMap key_map;    // [num_blocks, block_size / 8, channel groups, 8, kGroupChannels]; box [1, all or a tile's, kChannelGroups, all, all]
   TensorMap value_map;  // or, with codes, rows of all channels: [num_blocks, block_size / 8, kv_num_heads, 8, row bytes]
-  KvCache key_cache;    // for the scale
+  KvCache key_cache;    // for the scale, and for rows that are attended again
   KvCache value_cache;
+  const void* query;    // [token_count, num_heads, head_size], rows query_stride apart, on multiples of 16 bytes: for the latter
+  int64_t query_stride; // elements
   SequenceTable sequences;
   BlockTable blocks;
   ScoreRules rules;
@@ -65,11 +68,7 @@ struct FlashPrefillSm90Params {
   int value_head_step;
 };
 
-constexpr int kWarpgroup = 128;
 constexpr int kSmallestBlock = 16;
-
-// A reference that is at most this far (in powers of two) below the maximum is kept: weights stay below 2^8, and acc is not rescaled.
-constexpr float kSlack = 8.0f;
 
 // One piece of work. One thread writes it, and every thread of the others reads it and says so itself.
 struct Work {
@@ -89,12 +88,12 @@ template <FlashPrefillSm90Spec S> struct Flash {
   using Io = element_t<S.io>;
   static constexpr bool kCodes = is_quantized(S.cache);
   using Math = element_t<kCodes ? DType::f16 : S.io>;  // of operands
+  static constexpr bool kSpoils = !kCodes || S.cache == DType::f8e4m3;  // a value may be NaN; integer codes are numbers
   static constexpr int kGroupChannels = S.head_size % 64 == 0 ? 64 : 32;
   static constexpr int kChannelGroups = S.head_size / kGroupChannels;
   static constexpr int kRowBytes = 2 * kGroupChannels;
   static constexpr int kAtomBytes = 8 * kRowBytes;
-  static constexpr int kRows = 64;  // of a warpgroup
-  static constexpr int kQueryGroupBytes = kRows * kRowBytes;
+  static constexpr int kQueryGroupBytes = kWarpgroupRows * kRowBytes;
   static constexpr int kQueryBytes = kChannelGroups * kQueryGroupBytes;  // of a warpgroup
   static constexpr int kEightKeysBytes = kChannelGroups * kAtomBytes;
   static constexpr int kTileBytes = S.tile_kv / 8 * kEightKeysBytes;
@@ -174,19 +173,6 @@ template <FlashPrefillSm90Spec S> struct Shared {
       loaded_keys = keys;
       loaded_values = values;
       loaded_unmapped = unmapped;
-    }
-  }
-};
-
-// A stage of a ring of buffers, and the parity of its barriers in this round.
-template <int kStages> struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
     }
   }
 };
@@ -288,18 +274,22 @@ template <FlashPrefillSm90Spec S> __device__ __forceinline__ Work find_work(cons
   return work;
 }
 
+// The CTA's work number `round` in the list of all.
+__device__ __forceinline__ int work_of_round(int round) {
+  return static_cast<int>(round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x));
+}
+
 // The warp that finds work and loads queries.
 template <FlashPrefillSm90Spec S> __device__ __forceinline__ void load_queries(const FlashPrefillSm90Params& p, const Shared<S>& shared) {
   using F = Flash<S>;
-  const int tokens = F::kRows / p.group_size;  // of a warpgroup
+  const int tokens = kWarpgroupRows / p.group_size;  // of a warpgroup
   WorkList list{p.sequences, p.blocks, S.warpgroups * tokens, p.kv_num_heads};
   list.read_chunk();
   Ring<2> works;
   Ring<1> queries;
 #pragma unroll 1
   for (int round = 0;; ++round) {
-    const int turn = static_cast<int>(round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-    const Work work = find_work<S>(p, list, round * static_cast<int>(gridDim.x) + turn);
+    const Work work = find_work<S>(p, list, work_of_round(round));
     ptx::mbarrier_wait(shared.work_empty + works.stage, works.parity ^ 1);
     if (ptx::elect()) {
       shared.work[works.stage] = work;
@@ -453,76 +443,63 @@ template <FlashPrefillSm90Spec S> __device__ __forceinline__ void widen_tiles(co
   }
 }
 
-// Two rows of a lane, g and g + 8 of its warp's sixteen.
-struct RowPair {
-  float reference[2] = {negative_infinity(), negative_infinity()};  // near the maximum of the scores, as they come
-  float sum[2] = {0.0f, 0.0f};                                      // of this lane's weights
+// Where one of a warpgroup's 64 rows is: a token in the work, and a head in the group.
+struct RowPlace {
+  int token;
+  int head;
+  bool exists;
 };
-
-// Scores to weights. `factor` takes a score of a row to base 2. Returns whether what was accumulated before must be scaled.
-template <int kCount>
-__device__ __forceinline__ bool weigh(float (&scores)[kCount], RowPair& rows, const float (&factor)[2], float (&rescale)[2]) {
-  float top[2][2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    top[half][0] = fmaxf(scores[2 * half], scores[2 * half + 1]);
-    top[half][1] = fmaxf(scores[2 * half + 4], scores[2 * half + 5]);
-#pragma unroll
-    for (int i = 8; i < kCount; i += 8) {
-      top[half][0] = fmaxf(top[half][0], fmaxf(scores[i + 2 * half], scores[i + 2 * half + 1]));
-      top[half][1] = fmaxf(top[half][1], fmaxf(scores[i + 2 * half + 4], scores[i + 2 * half + 5]));
-    }
-    top[half][0] = group_max<4>(fmaxf(top[half][0], top[half][1]));
-  }
-  const bool far = (top[0][0] - rows.reference[0]) * factor[0] > kSlack || (top[1][0] - rows.reference[1]) * factor[1] > kSlack;
-  const bool moved = __any_sync(kFullWarp, far);
-  if (moved) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float reference = fmaxf(rows.reference[half], top[half][0]);
-      rescale[half] = reference == negative_infinity() ? 1.0f : ptx::exp2_approximate((rows.reference[half] - reference) * factor[half]);
-      rows.reference[half] = reference;
-      rows.sum[half] *= rescale[half];
-    }
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float shift = rows.reference[half] == negative_infinity() ? 0.0f : -rows.reference[half] * factor[half];
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 2 * half; i < kCount; i += 4) {
-      scores[i] = ptx::exp2_approximate(fmaf(scores[i], factor[half], shift));
-      scores[i + 1] = ptx::exp2_approximate(fmaf(scores[i + 1], factor[half], shift));
-      sum[0] += scores[i];
-      sum[1] += scores[i + 1];
-    }
-    rows.sum[half] += sum[0] + sum[1];
-  }
-  return moved;
+__device__ __forceinline__ RowPlace place_of_row(const Work& work, int warpgroup, int row, int group_size) {
+  const int tokens = kWarpgroupRows / group_size;
+  const int own = row / group_size;
+  const int token = warpgroup * tokens + own;
+  return {token, row - own * group_size, own < tokens && token < work.tokens};
 }
 
-// Weights of a tile as A operands of p . v, rounded to their type.
-template <class Math, int kCount> __device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 8][4], const float (&weights)[kCount]) {
+// Attends those of the calling warp's rows again that hidden values have spoilt, and writes what they should have been. Bit r of
+// `rounds` tells of rounds r, r + 32, ... of the CTA's work that some row may be. Each warp calls it when it is done with all of its
+// work, for the rows that it has written itself, so nobody waits for anybody. Not inlined, and not called earlier, because its
+// registers would be missing in the loop over tiles.
+template <FlashPrefillSm90Spec S> __device__ __noinline__ void repair(const FlashPrefillSm90Params& p, uint32_t rounds) {
+  using F = Flash<S>;
+  using Io = typename F::Io;
+  using Row = PlainRow<S.io, S.cache, S.head_size, S.head_size>;
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup - F::kFirstConsumer;
+  const int first_row = static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize * 16;
+  WorkList list{p.sequences, p.blocks, S.warpgroups * (kWarpgroupRows / p.group_size), p.kv_num_heads};
+  list.read_chunk();
+  __syncwarp();  // the rows that other lanes have written are visible
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    if ((rounds >> (round % 32) & 1u) == 0) continue;
+    const Work work = find_work<S>(p, list, work_of_round(round));
+    if (work.tokens == 0) break;
+    const KvHead<S.cache> value_head(p.value_cache, work.kv_head);
+    const Values<S.cache, S.head_size> values{value_head, p.blocks, work.sequence};
+#pragma unroll 1
+    for (int row = first_row; row < first_row + 16; ++row) {
+      const RowPlace place = place_of_row(work, warpgroup, row, p.group_size);
+      if (!place.exists) break;
+      const int token = work.first_token + place.token;
+      const int head = work.kv_head * p.group_size + place.head;
+      Io* g_row = output_row<Io>(p.out, token, head, S.head_size);
+      uint32_t nan = 0;
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) p[i / 4][i % 4] = ptx::pack_2<Math>(weights[2 * i], weights[2 * i + 1]);
-}
-
-// Exchanges within four lanes: word i of lane t becomes word t of lane i.
-__device__ __forceinline__ void transpose_4(uint32_t (&word)[4]) {
-  const int t = threadIdx.x % 4;
+      for (int i = 0; i < Row::kValuePairs; ++i) {
 #pragma unroll
-  for (int distance = 1; distance <= 2; distance *= 2) {
-    const bool upper = t & distance;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & distance) continue;
-      const uint32_t sent = upper ? word[i] : word[i + distance];
-      const uint32_t received = __shfl_xor_sync(kFullWarp, sent, distance);
-      if (upper) {
-        word[i] = received;
-      } else {
-        word[i + distance] = received;
+        for (int j = 0; j < 2; ++j) {
+          const int channel = 2 * Row::pair(i) + j;
+          if (channel < S.head_size && is_nan(to_float(g_row[channel]))) nan |= 1u << (2 * i + j);
+        }
       }
+      if (!__any_sync(kFullWarp, nan != 0)) continue;
+      const KeyRange own = keys_of_token(p.sequences, p.rules, work, place.token);
+      if (!values.is_spoilt_by_others(nan, own, work.keys)) continue;
+      Row plain;
+      plain.attend(static_cast<const Io*>(p.query) + token * p.query_stride + head * S.head_size, p.key_cache, p.value_cache, work.kv_head,
+                   p.blocks, work.sequence, own, p.rules, bias_row_of<Io>(p.rules, work.sequence, head, work.first_row + place.token));
+      const float factor = finalize(plain.state, sink_of<Io>(p.out.head_sink, head)).factor;
+      plain.for_values(factor, [&](int channel, float a, float b) { store_2(g_row, channel, S.head_size, a, b); });
     }
   }
 }
@@ -563,18 +540,15 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   }
 
   __device__ __forceinline__ bool exists(int half) const { return place[half] >= 0; }
-  __device__ __forceinline__ int token_of(int half) const { return place[half] / F::kRows; }
-  __device__ __forceinline__ int head_of(int half) const { return work.kv_head * p.group_size + place[half] % F::kRows; }
+  __device__ __forceinline__ int token_of(int half) const { return place[half] / kWarpgroupRows; }
+  __device__ __forceinline__ int head_of(int half) const { return work.kv_head * p.group_size + place[half] % kWarpgroupRows; }
 
   __device__ __forceinline__ void set_rows() {
-    const int tokens = F::kRows / p.group_size;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4 + 8 * half;
-      const int own = row / p.group_size;
-      const int token = warpgroup * tokens + own;
-      place[half] = own < tokens && token < work.tokens ? F::kRows * token + row - own * p.group_size : -1;
-      admitted[half] = exists(half) ? keys_of_token(p.sequences, p.rules, work, token) : KeyRange{0, 0};
+      const RowPlace found = place_of_row(work, warpgroup, row_of_lane(half), p.group_size);
+      place[half] = found.exists ? kWarpgroupRows * found.token + found.head : -1;
+      admitted[half] = exists(half) ? keys_of_token(p.sequences, p.rules, work, found.token) : KeyRange{0, 0};
       scale[half] = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
     }
   }
@@ -798,10 +772,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       release(shared.values.empty + value_ring.stage);
       value_ring.advance();
       pack_weights<Math>(weights, scores);
-      if (moved) {
-#pragma unroll
-        for (int j = 0; j < kOutputs; ++j) acc[j] *= rescale[j / 2 % 2];
-      }
+      if (moved) scale_rows(acc, rescale);
     }
 
     wait_values(work.first_key);
@@ -814,18 +785,22 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     value_ring.advance();
   }
 
-  __device__ __forceinline__ void write(float (&acc)[kOutputs], const RowPair& rows) const {
+  // Returns whether a hidden value may have spoilt one of the warp's rows.
+  __device__ __forceinline__ bool write(float (&acc)[kOutputs], const RowPair& rows) const {
     if constexpr (F::kCodes) {
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) {
         acc[j] *= scale_of<S.cache>(p.value_cache, work.kv_head, j / 4 * 8 + 2 * (threadIdx.x % 4) + j % 2);
       }
     }
+    const float sum[2] = {group_sum<4>(rows.sum[0]), group_sum<4>(rows.sum[1])};
+    bool spoilt = false;
+    if constexpr (F::kSpoils) spoilt = __any_sync(kFullWarp, (exists(0) && is_spoilt(acc, 0, sum[0])) || (exists(1) && is_spoilt(acc, 1, sum[1])));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       SoftmaxState state;
       if (rows.reference[half] != negative_infinity()) state.row_max = rows.reference[half] * factor_of(half);
-      state.row_sum = group_sum<4>(rows.sum[half]);
+      state.row_sum = sum[half];
       const int token = work.first_token + token_of(half);
       const int head = head_of(half);
       const SoftmaxResult result = finalize(state, exists(half) ? sink_of<Io>(p.out.head_sink, head) : negative_infinity());
@@ -842,10 +817,13 @@ template <FlashPrefillSm90Spec S> struct Consumer {
         if (exists(half)) store_8(g_row + 8 * (n + threadIdx.x % 4), Vector16{{word[0], word[1], word[2], word[3]}});
       }
     }
+    return spoilt;
   }
 
   __device__ __forceinline__ void run() {
     if (warpgroup == S.warpgroups - 1) pass_turn();  // the first turn is the first warpgroup's
+    uint32_t spoilt_rounds = 0;
+    uint32_t round = 1;  // as a bit
     for (Ring<2> works;; works.advance()) {
       ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
       work = shared.work[works.stage];
@@ -858,9 +836,13 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
       RowPair rows;
       if (work.tile_count > 0) attend(acc, rows);
-      write(acc, rows);
+      if (write(acc, rows)) spoilt_rounds |= round;
+      round = round << 1 | round >> 31;
     }
     if (warpgroup == 0) wait_turn();  // no barrier is left half full
+    if constexpr (F::kSpoils) {
+      if (spoilt_rounds != 0) repair<S>(p, spoilt_rounds);
+    }
   }
 };
 

@@ -329,13 +329,12 @@ __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, cons
 template <LatentDecodeSm90Spec S>
 __device__ __noinline__ void repair(const LatentDecodeSm90Params& p, const Work& work, const uint32_t* s_spoilt) {
   using Io = element_t<S.io>;
-  const KvHead<S.io> keys(p.key_cache, 0);
   for (int i = static_cast<int>(threadIdx.x) / kWarpSize - kConsumerWarps; i < kWarpgroupRows; i += 2 * kConsumerWarps) {
     if (((s_spoilt[i / 16] | s_spoilt[kConsumerWarps + i / 16]) >> (i % 16) & 1u) == 0) continue;
     const int token = work.tile.token(i);
     const int head = work.tile.head_in_group(i);
-    PlainRow<S.io, kHeadSize, kValueSize> plain;
-    plain.attend(static_cast<const Io*>(p.query) + token * p.query_stride + head * kHeadSize, keys, keys, p.blocks,
+    PlainRow<S.io, S.io, kHeadSize, kValueSize> plain;
+    plain.attend(static_cast<const Io*>(p.query) + token * p.query_stride + head * kHeadSize, p.key_cache, p.key_cache, 0, p.blocks,
                  work.tile.sequence.index, keys_of_row(work.tile, i, p.sequences, p.rules, work.keys), p.rules,
                  bias_row_of_tile<Io>(work.tile, i, p.rules, 0));
     const float factor = finalize(plain.state, negative_infinity()).factor;
@@ -365,9 +364,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
 
   __device__ __forceinline__ Consumer(const LatentDecodeSm90Params& params, const Shared& s) : p(params), shared(s) {}
 
-  __device__ __forceinline__ static int row(int half) {
-    return threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4 + 8 * half;
-  }
+  __device__ __forceinline__ static int row(int half) { return row_of_lane(half); }
   __device__ __forceinline__ unsigned char* tile_of(int warpgroup) const { return shared.tiles + warpgroup * kTileBytes; }
 
   __device__ __forceinline__ void wait_piece(int warpgroup, Piece piece, uint32_t parity) const {
@@ -495,7 +492,8 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
     const int tile_key = first_key + i * kTileKeys;
     if constexpr (S.has_rules) apply_rules(scores, tile_key);
     mask(scores, tile_key);
-    const bool moved = weigh(scores, rows, score_factor(), rescale);
+    const float factor[2] = {score_factor(), score_factor()};
+    const bool moved = weigh(scores, rows, factor, rescale);
     pack_weights<Io>(weights, scores);
 
     ptx::named_barrier_sync(kTile + kOwn, kWarpgroup);  // no warp of the warpgroup still multiplies with the rope channels

@@ -22,8 +22,8 @@ def plan(problem: Problem, executor: Executor[Function]) -> FlashPlan:
 class FlashPlan:
     """The prologue, and the kernel of the architecture: `flash_prefill_sm90` on Hopper, else `flash_prefill_sm80`.
 
-    Hopper's kernel reads through the copy engine, which wants rows that start on multiples of 16 bytes and unquantized
-    caches; arrays and problems that do not comply take the other one.
+    Hopper's kernel reads through the copy engine, which wants rows that start on multiples of 16 bytes, and takes some
+    head sizes only; arrays and problems that do not comply take the other one.
     """
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:

@@ -11,7 +11,7 @@ from pagedattn.dtypes import DType
 from pagedattn.jit import tensor_map as maps
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.launch import Executor, Function, Launch
-from pagedattn.jit.params import i32, params, tensor_map
+from pagedattn.jit.params import i32, i64, params, ptr, tensor_map
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, SCORE_RULES, SEQUENCE_TABLE
 from pagedattn.problem import Problem, TensorInfo
@@ -44,6 +44,8 @@ PARAMS = params(
     value_map=tensor_map,
     key_cache=KV_CACHE,
     value_cache=KV_CACHE,
+    query=ptr,
+    query_stride=i64,
     sequences=SEQUENCE_TABLE,
     blocks=BLOCK_TABLE,
     rules=SCORE_RULES,
@@ -125,8 +127,6 @@ def why_not_problem(problem: Problem) -> str | None:
         return "reads blocks of a power of two of positions, not one run of any length"
     if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
         return "takes float16 and bfloat16"
-    if p.cache_dtype != p.io_dtype:
-        return f"the cache holds {p.cache_dtype.name}, not the type of the query"
     if p.head_size not in HEAD_SIZES:
         return f"head_size {p.head_size} is not one of {', '.join(map(str, HEAD_SIZES))}"
     if p.cache_dtype.is_quantized and p.head_size == HEAD_SIZES[-1]:
@@ -213,6 +213,8 @@ class Sm90Kernel:
             value_map=self._cache_map(value_cache),
             key_cache=shared.key_cache,
             value_cache=shared.value_cache,
+            query=query[0],
+            query_stride=query[1],
             sequences=shared.sequences,
             blocks=shared.blocks,
             rules=shared.rules,

@@ -3,11 +3,11 @@
 // A row that does not admit a key has weight 0 for it, but the tensor cores multiply all the same, and 0 x NaN is NaN. Keys that
 // no row of a tile admits are zeros in shared memory; what is left are keys that some rows admit and others do not. If the value
 // of such a key is infinite or NaN, the rows that hide it show it in the end: a sum of values is NaN though the weights have a
-// sum that is a number. So nothing is asked in the loop over tiles. Where the rows of a tile differ in what they admit, they are
-// looked at once, and those that are spoilt are computed again from global memory by one warp each, key after key: slow, and
-// right whatever the caches hold.
+// sum that is a number. So nothing is asked in the loop over tiles. Rows are looked at once, when they are done, and those that
+// are spoilt are computed again from global memory by one warp each, key after key: slow, and right whatever the caches hold.
 //
-// A row whose own key is NaN has weights that are NaN, and is no case for this.
+// A row whose own key is NaN has weights that are NaN, and is no case for this. A row whose own values are NaN looks like one that
+// is spoilt; where that may be common, as in prompts of a model that is broken, is_spoilt_by_others tells them apart first.
 #pragma once
 
 #include <pagedattn/epilogue.cuh>
@@ -27,9 +27,98 @@ template <int kCount> __device__ __forceinline__ bool is_spoilt(const float (&ac
   return found && weights == weights;
 }
 
+struct Pair { float first, second; };
+
+// Channels 2 pair and 2 pair + 1 of a row, without their scale; zeros beyond its end or where there is no row.
+template <DType Type> __device__ __forceinline__ Pair pair_of(const void* g_row, int pair, int channels) {
+  static_assert(bits_of(Type) == 16 || Type == DType::f8e4m3, "integer codes are finite: they spoil nothing");
+  const bool exists = g_row != nullptr && 2 * pair < channels;
+  if constexpr (Type == DType::f8e4m3) {
+    const uint32_t halves = ptx::f8e4m3_to_half_2(exists ? static_cast<const uint16_t*>(g_row)[pair] : 0u);
+    return {low_of<__half>(halves), high_of<__half>(halves)};
+  } else {
+    const uint32_t word = exists ? static_cast<const uint32_t*>(g_row)[pair] : 0u;
+    return {low_of<element_t<Type>>(word), high_of<element_t<Type>>(word)};
+  }
+}
+
+// What a lane has seen that is not finite, in its channels: bit 2 i + j is channel 2 (lane + 32 i) + j.
+struct Seen {
+  uint32_t nan = 0;
+  uint32_t positive = 0;  // infinity
+  uint32_t negative = 0;
+
+  __device__ __forceinline__ uint32_t any() const { return nan | positive | negative; }
+  // A row that admits these values is NaN there whatever its weights are: 0 x infinity is NaN, and so is the sum of both infinities.
+  __device__ __forceinline__ uint32_t nan_in_any_sum() const { return nan | (positive & negative); }
+
+  __device__ __forceinline__ void look(float x, int bit) {
+    nan |= static_cast<uint32_t>(x != x) << bit;
+    positive |= static_cast<uint32_t>(x == -negative_infinity()) << bit;
+    negative |= static_cast<uint32_t>(x == negative_infinity()) << bit;
+  }
+};
+
+// The values of one head of a sequence, as a warp looks through them for a row.
+template <DType Cache, int kValueSize> struct Values {
+  static constexpr int kPairs = ceil_div(kValueSize / 2, kWarpSize);
+  static constexpr int kKeys = 4;        // at a time, for the sake of their latency
+  static constexpr int kMostKeys = 512;  // that are looked at before a row is attended again without
+
+  const KvHead<Cache>& head;
+  const BlockTable& blocks;
+  int sequence;
+
+  // Those of a lane's channels in `wanted` that `channels(seen)` names after a look at the mapped ones of `keys`, the newest first.
+  // Ends as soon as no lane wants more.
+  template <class Channels> __device__ __forceinline__ uint32_t find(const KeyRange& keys, uint32_t wanted, const Channels& channels) const {
+    Seen seen;
+#pragma unroll 1
+    for (int end = keys.end; end > keys.begin; end -= kKeys) {
+      if (!__any_sync(kFullWarp, (wanted & ~channels(seen)) != 0)) break;
+      int block[kKeys];
+      Pair x[kKeys][kPairs];
+#pragma unroll
+      for (int n = 0; n < kKeys; ++n) block[n] = end - 1 - n >= keys.begin ? block_of_position(blocks, sequence, end - 1 - n) : kUnmapped;
+#pragma unroll
+      for (int n = 0; n < kKeys; ++n) {
+        const void* g_row = block[n] == kUnmapped ? nullptr : head.row(block[n], offset_in_block(blocks, end - 1 - n));
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) x[n][i] = pair_of<Cache>(g_row, static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize, kValueSize);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys; ++n) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          seen.look(x[n][i].first, 2 * i);
+          seen.look(x[n][i].second, 2 * i + 1);
+        }
+      }
+    }
+    return wanted & channels(seen);
+  }
+
+  // Whether a row that admits `own`, and was multiplied with the values of all of `all`, may be NaN in one of the channels `nan`
+  // (a lane's, numbered as in Seen) only because of keys that it hides. False is certain: in each channel either no hidden value is
+  // infinite or NaN, or the row's own values make a NaN of any sum. True may be wrong where more than kMostKeys keys would have to
+  // be looked at, or where infinities of the row itself make the NaN. All lanes get the answer.
+  __device__ __forceinline__ bool is_spoilt_by_others(uint32_t nan, const KeyRange& own, const KeyRange& all) const {
+    const KeyRange below{all.begin, max_of(all.begin, min_of(own.begin, all.end))};
+    const KeyRange above{min_of(all.end, max_of(own.end, all.begin)), all.end};
+    if (below.end - below.begin <= kMostKeys - (above.end - above.begin)) {
+      const auto any = [](const Seen& seen) { return seen.any(); };
+      const uint32_t found = find(above, nan, any);
+      nan = found | find(below, nan & ~found, any);
+    }
+    // The newest ones, because they are the ones that a row shares with fewest others.
+    const KeyRange newest{max_of(own.begin, own.end - kMostKeys), own.end};
+    const uint32_t explained = find(newest, nan, [](const Seen& seen) { return seen.nan_in_any_sum(); });
+    return __any_sync(kFullWarp, (nan & ~explained) != 0);
+  }
+};
+
 // One row, as a warp attends it: lane l has channel pairs l, l + 32, ...
-template <DType kType, int kHeadSize, int kValueSize> struct PlainRow {
-  using Io = element_t<kType>;
+template <DType Io, DType Cache, int kHeadSize, int kValueSize> struct PlainRow {
   static constexpr int kQueryPairs = ceil_div(kHeadSize / 2, kWarpSize);
   static constexpr int kValuePairs = ceil_div(kValueSize / 2, kWarpSize);
   static constexpr int kKeys = 4;  // at a time, for the sake of their latency
@@ -38,21 +127,34 @@ template <DType kType, int kHeadSize, int kValueSize> struct PlainRow {
   SoftmaxState state;
   float acc[kValuePairs][2];
 
-  // Channels 2 pair and 2 pair + 1 of a row, 0 beyond its end or where there is no row.
-  __device__ __forceinline__ static uint32_t word_of(const void* g_row, int i, int channels) {
-    const int pair = static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize;
-    return g_row != nullptr && 2 * pair < channels ? static_cast<const uint32_t*>(g_row)[pair] : 0u;
+  __device__ __forceinline__ static int pair(int i) { return static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize; }
+
+  // Times the scale of its channels, where there are such.
+  __device__ __forceinline__ static void apply_scale(float (&x)[2], const KvCache& cache, int head, int pair, int channels) {
+    if constexpr (is_quantized(Cache)) {
+      if (2 * pair >= channels) return;
+      x[0] *= scale_of<Cache>(cache, head, 2 * pair);
+      x[1] *= scale_of<Cache>(cache, head, 2 * pair + 1);
+    }
   }
 
   // Attends the mapped ones among `keys`. Rows of query, keys and values start on multiples of 4 bytes; `g_bias` is the row's, or null.
-  __device__ __forceinline__ void attend(const void* g_query, const KvHead<kType>& key_head, const KvHead<kType>& value_head,
+  __device__ __forceinline__ void attend(const void* g_query, const KvCache& key_cache, const KvCache& value_cache, int kv_head,
                                          const BlockTable& blocks, int sequence, const KeyRange& keys, const ScoreRules& rules,
-                                         const Io* g_bias) {
-    uint32_t query[kQueryPairs];
+                                         const element_t<Io>* g_bias) {
+    const KvHead<Cache> key_head(key_cache, kv_head);
+    const KvHead<Cache> value_head(value_cache, kv_head);
+    float query[kQueryPairs][2];
 #pragma unroll
-    for (int i = 0; i < kQueryPairs; ++i) query[i] = word_of(g_query, i, kHeadSize);
+    for (int i = 0; i < kQueryPairs; ++i) {
+      const Pair x = pair_of<Io>(g_query, pair(i), kHeadSize);
+      query[i][0] = x.first;
+      query[i][1] = x.second;
+      apply_scale(query[i], key_cache, kv_head, pair(i), kHeadSize);
+    }
 #pragma unroll
     for (int i = 0; i < kValuePairs; ++i) acc[i][0] = acc[i][1] = 0.0f;
+#pragma unroll 1
     for (int first = keys.begin; first < keys.end; first += kKeys) {
       int block[kKeys];
       float score[kKeys];
@@ -66,8 +168,8 @@ template <DType kType, int kHeadSize, int kValueSize> struct PlainRow {
         score[n] = 0.0f;
 #pragma unroll
         for (int i = 0; i < kQueryPairs; ++i) {
-          const uint32_t word = word_of(g_key, i, kHeadSize);
-          score[n] += low_of<Io>(query[i]) * low_of<Io>(word) + high_of<Io>(query[i]) * high_of<Io>(word);
+          const Pair x = pair_of<Cache>(g_key, pair(i), kHeadSize);
+          score[n] += query[i][0] * x.first + query[i][1] * x.second;
         }
       }
       float top = negative_infinity();
@@ -93,20 +195,21 @@ template <DType kType, int kHeadSize, int kValueSize> struct PlainRow {
         state.row_sum += weight;
 #pragma unroll
         for (int i = 0; i < kValuePairs; ++i) {
-          const uint32_t word = word_of(g_value, i, kValueSize);
-          acc[i][0] += weight * low_of<Io>(word);
-          acc[i][1] += weight * high_of<Io>(word);
+          const Pair x = pair_of<Cache>(g_value, pair(i), kValueSize);
+          acc[i][0] += weight * x.first;
+          acc[i][1] += weight * x.second;
         }
       }
     }
+#pragma unroll
+    for (int i = 0; i < kValuePairs; ++i) apply_scale(acc[i], value_cache, kv_head, pair(i), kValueSize);
   }
 
   // Calls store(channel, first, second) for every pair of channels, times `factor`.
   template <class Store> __device__ __forceinline__ void for_values(float factor, const Store& store) const {
 #pragma unroll
     for (int i = 0; i < kValuePairs; ++i) {
-      const int pair = static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize;
-      if (2 * pair < kValueSize) store(2 * pair, acc[i][0] * factor, acc[i][1] * factor);
+      if (2 * pair(i) < kValueSize) store(2 * pair(i), acc[i][0] * factor, acc[i][1] * factor);
     }
   }
 };

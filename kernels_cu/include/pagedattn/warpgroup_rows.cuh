@@ -34,14 +34,19 @@ struct RowPair {
   float sum[2] = {0.0f, 0.0f};                                      // of this lane's weights
 };
 
+// Row of the warpgroup's 64 that `half` of a lane is.
+__device__ __forceinline__ int row_of_lane(int half) {
+  return threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4 + 8 * half;
+}
+
 // Factor for what was accumulated against the reference `before` when it moves to `after`.
 __device__ __forceinline__ float factor_of_move(float before, float after, float factor) {
   return after == negative_infinity() ? 1.0f : ptx::exp2_approximate((before - after) * factor);
 }
 
-// Scores to weights. `factor` takes a score to base 2. Returns whether what was accumulated before must be scaled.
+// Scores to weights. `factor` takes a score of a row to base 2. Returns whether what was accumulated before must be scaled.
 template <int kCount>
-__device__ __forceinline__ bool weigh(float (&scores)[kCount], RowPair& rows, float factor, float (&rescale)[2]) {
+__device__ __forceinline__ bool weigh(float (&scores)[kCount], RowPair& rows, const float (&factor)[2], float (&rescale)[2]) {
   float top[2][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -54,25 +59,25 @@ __device__ __forceinline__ bool weigh(float (&scores)[kCount], RowPair& rows, fl
     }
     top[half][0] = group_max<4>(fmaxf(top[half][0], top[half][1]));
   }
-  const bool far = (top[0][0] - rows.reference[0]) * factor > kSlack || (top[1][0] - rows.reference[1]) * factor > kSlack;
+  const bool far = (top[0][0] - rows.reference[0]) * factor[0] > kSlack || (top[1][0] - rows.reference[1]) * factor[1] > kSlack;
   const bool moved = __any_sync(kFullWarp, far);
   if (moved) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float reference = fmaxf(rows.reference[half], top[half][0]);
-      rescale[half] = factor_of_move(rows.reference[half], reference, factor);
+      rescale[half] = factor_of_move(rows.reference[half], reference, factor[half]);
       rows.reference[half] = reference;
       rows.sum[half] *= rescale[half];
     }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float shift = rows.reference[half] == negative_infinity() ? 0.0f : -rows.reference[half] * factor;
+    const float shift = rows.reference[half] == negative_infinity() ? 0.0f : -rows.reference[half] * factor[half];
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 2 * half; i < kCount; i += 4) {
-      scores[i] = ptx::exp2_approximate(fmaf(scores[i], factor, shift));
-      scores[i + 1] = ptx::exp2_approximate(fmaf(scores[i + 1], factor, shift));
+      scores[i] = ptx::exp2_approximate(fmaf(scores[i], factor[half], shift));
+      scores[i + 1] = ptx::exp2_approximate(fmaf(scores[i + 1], factor[half], shift));
       sum[0] += scores[i];
       sum[1] += scores[i + 1];
     }
@@ -87,10 +92,10 @@ template <int kCount> __device__ __forceinline__ void scale_rows(float (&acc)[kC
   for (int i = 0; i < kCount; ++i) acc[i] *= factor[i / 2 % 2];
 }
 
-// Weights of a tile as A operands of p . v, rounded to the io type.
-template <class Io, int kCount> __device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 8][4], const float (&weights)[kCount]) {
+// Weights of a tile as A operands of p . v, rounded to their type.
+template <class Math, int kCount> __device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 8][4], const float (&weights)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) p[i / 4][i % 4] = ptx::pack_2<Io>(weights[2 * i], weights[2 * i + 1]);
+  for (int i = 0; i < kCount / 2; ++i) p[i / 4][i % 4] = ptx::pack_2<Math>(weights[2 * i], weights[2 * i + 1]);
 }
 
 // Exchanges within four lanes: word i of lane t becomes word t of lane i.
