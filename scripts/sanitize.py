@@ -30,13 +30,13 @@ FINDINGS_EXIT_CODE = 86
 def run_tool(tool: str, timeout: float, share: int, shares: int) -> dict[str, Any]:
     """Run one tool over every ``shares``-th test; returns its findings, tests run, and what went wrong."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_sanitizer_corners.py"]
+    tests = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "tests/gpu/test_sanitizer_corners.py"]
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(FINDINGS_EXIT_CODE), "--show-backtrace", "no"]
     command += ["--print-limit", "200", sys.executable, *tests]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PAGEDATTN_SANITIZE": "1", "PAGEDATTN_SHARE": f"{share}/{shares}"},
+        env={**os.environ, "PAGEDATTN_SANITIZE": "1", "PAGEDATTN_SHARE": f"{share}/{shares}", "PYTHONUNBUFFERED": "1"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -46,10 +46,11 @@ def run_tool(tool: str, timeout: float, share: int, shares: int) -> dict[str, An
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the tool's child as well, which would go on
-        process.communicate()
-        return {"tool": tool, "findings": None, "passed": 0, "failed": 0, "error": f"no end within {timeout:g} s"}
+        output, _ = process.communicate()
+        error = f"no end within {timeout:g} s"
+        return {"tool": tool, "findings": None, "passed": 0, "failed": 0, "error": error, "tail": output[-3000:]}
     summary = re.findall(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", output, re.MULTILINE)
-    verdict = re.findall(r"^(?!=)(.*\b(?:passed|failed|error)\b.* in [\d.]+s.*)$", output, re.MULTILINE)
+    verdict = re.findall(r"^=* *((?:\d+ \w+,? )+in [\d.]+s)", output, re.MULTILINE)
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error)", verdict[-1] if verdict else "")}
     record: dict[str, Any] = {
         "tool": tool,

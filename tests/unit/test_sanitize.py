@@ -26,7 +26,7 @@ def write(program: Path, body: str) -> None:
 
 
 def test_shares_of_a_tool_are_added_up(tool: Path, tmp_path: Path) -> None:
-    write(tool, 'echo "3 passed, 1 skipped in 0.10s"; echo "========= ERROR SUMMARY: 0 errors"')
+    write(tool, 'echo "===== 3 passed, 1 skipped in 0.10s ====="; echo "========= ERROR SUMMARY: 0 errors"')
     found = sanitize.run_tools(["memcheck", "initcheck"], 60, shares=2)
     assert found == [{"tool": name, "findings": 0, "passed": 6, "failed": 0} for name in ("memcheck", "initcheck")]
     shares = {f"{name}-{share}-2" for name in ("memcheck", "initcheck") for share in (0, 1)}
