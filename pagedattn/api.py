@@ -129,6 +129,8 @@ class PagedAttention:
         Read lengths, tables and slots back and check their values; the default is PAGEDATTN_CHECKS. Not during capture.
     max_output_qk_bytes : int
         Largest output_qk that is computed.
+    split_keys : int, optional
+        Keys of a split, as in `paged_attention`.
     **attributes
         The operator's attributes by name, as in `paged_attention`.
 
@@ -149,19 +151,20 @@ class PagedAttention:
         backend: str | None = None,
         checks: bool | None = None,
         max_output_qk_bytes: int = DEFAULT_MAX_OUTPUT_QK_BYTES,
+        split_keys: int | None = None,
         **attributes: Any,
     ) -> None:
         self.attributes = coerce_attributes(attributes)
         self.return_lse = coerce_switch("return_lse", return_lse)
         self.qk_dtype = dtype_named(qk_dtype)
-        self.backend, self.checks, self.max_output_qk_bytes = coerce_options(backend, checks, max_output_qk_bytes)
+        self.options = coerce_options(backend, checks, max_output_qk_bytes, split_keys)
         self._prepared: _Newest[tuple[Any, ...], _Prepared] = _Newest(MAX_PLANS)
         self._issues: _Newest[tuple[Any, ...], Callable[[], None]] = _Newest(MAX_ADDRESSES)
         self._arena = Arena()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = ("return_lse", "qk_dtype", "backend", "checks", "max_output_qk_bytes")
-        return _rebuilt, (type(self), {**self.attributes, **{name: getattr(self, name) for name in options}})
+        results = {"return_lse": self.return_lse, "qk_dtype": self.qk_dtype}
+        return _rebuilt, (type(self), {**self.attributes, **self.options, **results})
 
     def __call__(
         self,
@@ -294,7 +297,7 @@ class PagedAttention:
             index = list(arrays).index("attention_metadata")
             pointers[index] = 0  # it is read here, so it may be a new array at every call
             metadata = _values_of_metadata(bounds, signatures[index])
-        backend = self.backend or env.backend()
+        backend = self.options["backend"] or env.backend()
         kind = (backend, emulated(), metadata, *arrays, *signatures)
         prepared = self._prepared.get(kind)
         if prepared is None:
@@ -320,7 +323,8 @@ class PagedAttention:
                 return_lse=self.return_lse,
                 qk_dtype=self.qk_dtype,
                 metadata=metadata,
-                max_output_qk_bytes=self.max_output_qk_bytes,
+                max_output_qk_bytes=self.options["max_output_qk_bytes"],
+                split_keys=self.options["split_keys"],
                 contiguous=self.contiguous,
             )
             if runtime.is_capturing():
@@ -348,7 +352,7 @@ class PagedAttention:
 
     def _check_values(self, prepared: _Prepared, arrays: dict[str, Any]) -> None:
         on_host = prepared.problem.device in ("cpu", "emulated")
-        wanted = env.checks() if self.checks is None else self.checks
+        wanted = env.checks() if self.options["checks"] is None else self.options["checks"]
         if not wanted and not on_host:
             return
         if wanted and prepared.runtime.is_capturing():
@@ -374,7 +378,7 @@ class PagedAttention:
             for name in ("cumulative_sequence_length", "past_seqlens")
         )
         longest = int(np.clip(past + np.diff(cu), 0, problem.capacity).max(initial=0))
-        check_output_qk_size(problem, longest, self.max_output_qk_bytes)
+        check_output_qk_size(problem, longest, self.options["max_output_qk_bytes"])
         return longest
 
 
@@ -459,6 +463,7 @@ def paged_attention(
     backend: str | None = None,
     checks: bool | None = None,
     max_output_qk_bytes: int = DEFAULT_MAX_OUTPUT_QK_BYTES,
+    split_keys: int | None = None,
 ) -> PagedAttentionResult:
     """Store new keys and values in a paged cache and attend a ragged batch to it.
 
@@ -537,6 +542,10 @@ def paged_attention(
         writes out of bounds.
     max_output_qk_bytes : int
         Largest output_qk that is computed.
+    split_keys : int, optional
+        Keys of a split, a multiple of 16, for the backends that cut a long context into splits and merge them. The size
+        that they choose follows from the call's bounds; with a given one (and backend) a sequence's result does not
+        depend on the rest of the batch or on its size, bit for bit. The memory of the parts is then what it takes.
 
     Returns
     -------
@@ -603,11 +612,7 @@ def paged_attention(
         (
             ("return_lse", coerce_switch("return_lse", return_lse)),
             ("qk_dtype", dtype_named(qk_dtype)),
-            *zip(
-                ("backend", "checks", "max_output_qk_bytes"),
-                coerce_options(backend, checks, max_output_qk_bytes),
-                strict=True,
-            ),
+            *coerce_options(backend, checks, max_output_qk_bytes, split_keys).items(),
         ),
     )
     return operator(

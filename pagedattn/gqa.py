@@ -194,6 +194,7 @@ def group_query_attention(
     backend: str | None = None,
     checks: bool | None = None,
     max_output_qk_bytes: int = DEFAULT_MAX_OUTPUT_QK_BYTES,
+    split_keys: int | None = None,
 ) -> GroupQueryAttentionResult:
     """Append new keys and values to a contiguous cache and attend a padded batch to it.
 
@@ -244,7 +245,7 @@ def group_query_attention(
         1: the cache holds the newest positions only, in order from row 0, and drops the oldest by itself.
     out : (B, S, H * D), T, optional
         Array to write the output to.
-    backend, checks, max_output_qk_bytes
+    backend, checks, max_output_qk_bytes, split_keys
         As in `paged_attention`.
 
     Returns
@@ -313,8 +314,7 @@ def group_query_attention(
     total = _host_int(arrays.pop("total_sequence_length"))
     if out is not None:
         arrays["output"] = out
-    names = ("backend", "checks", "max_output_qk_bytes")
-    options = dict(zip(names, coerce_options(backend, checks, max_output_qk_bytes), strict=True))
+    options = coerce_options(backend, checks, max_output_qk_bytes, split_keys)
     call = _Call(arrays, attributes, total, options)
     runtime = runtime_of(call.infos["query"].device)
     with runtime.active(call.adapters["query"].stream(call.arrays["query"])):

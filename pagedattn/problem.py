@@ -70,6 +70,8 @@ class Problem:
         From attention_metadata, clamped to token_count and to the block table's capacity; 0 = unknown.
     max_kv_len_lower_bound : int
         A lower bound of the longest context, a hint only; 0 = unknown.
+    split_keys : int
+        Keys of a split, where a backend splits; 0: as it chooses.
     device : str
         "cpu" or "cuda:N".
     """
@@ -111,6 +113,7 @@ class Problem:
     max_query_len_bound: int = 0
     max_kv_len_bound: int = 0
     max_kv_len_lower_bound: int = 0
+    split_keys: int = 0
     device: str = "cpu"
 
     @property

@@ -113,6 +113,7 @@ def validate(
     qk_dtype: DType = FLOAT32,
     metadata: tuple[int, ...] | None = None,
     max_output_qk_bytes: int = DEFAULT_MAX_OUTPUT_QK_BYTES,
+    split_keys: int | None = None,
     contiguous: bool = False,
 ) -> Problem:
     """Check a call and state it as a `Problem`.
@@ -129,6 +130,8 @@ def validate(
         Values of attention_metadata.
     max_output_qk_bytes : int
         Limit of the size of output_qk.
+    split_keys : int, optional
+        Keys of a split.
     contiguous : bool
         block_table is absent, and the caches hold one run of positions a sequence, (batch_size, capacity,
         kv_num_heads, head_size) of any capacity; ``rotary_positions`` may be among the tensors.
@@ -143,7 +146,7 @@ def validate(
         message = check(call)
         if message is not None:
             raise InvalidArgumentError(message)
-    problem = _problem(call, return_lse, qk_dtype, metadata)
+    problem = _problem(call, return_lse, qk_dtype, metadata, split_keys)
     check_output_qk_size(problem, problem.kv_len_bound if problem.max_kv_len_bound else 0, max_output_qk_bytes)
     return problem
 
@@ -178,12 +181,20 @@ def coerce_switch(name: str, value: Any) -> bool:
     return bool(_coerce(contract.Attribute(name, int, None, "", choices=(0, 1)), value))
 
 
-def coerce_options(backend: Any, checks: Any, max_output_qk_bytes: Any) -> tuple[str | None, bool | None, int]:
-    """Arguments of a call that are neither inputs nor attributes."""
+def coerce_options(backend: Any, checks: Any, max_output_qk_bytes: Any, split_keys: Any) -> dict[str, Any]:
+    """Arguments of a call that are neither inputs nor attributes, by name, and nothing about its results."""
     if backend is not None and not isinstance(backend, str):
         raise InvalidArgumentError(expected("backend", "a name or None", repr(backend)))
-    switch = None if checks is None else coerce_switch("checks", checks)
-    return backend, switch, coerce_number("max_output_qk_bytes", max_output_qk_bytes, 0)
+    if split_keys is not None:
+        split_keys = coerce_number("split_keys", split_keys, 16)
+        if split_keys % 16 or split_keys >= 2**31:
+            raise InvalidArgumentError(expected("split_keys", "a multiple of 16 below 2**31, or None", split_keys))
+    return {
+        "backend": backend,
+        "checks": None if checks is None else coerce_switch("checks", checks),
+        "max_output_qk_bytes": coerce_number("max_output_qk_bytes", max_output_qk_bytes, 0),
+        "split_keys": split_keys,
+    }
 
 
 def _coerce(row: contract.Attribute, value: Any) -> int | float | str:
@@ -635,7 +646,9 @@ def _overlap(one: tuple[Any, ...], two: tuple[Any, ...], distance: int) -> bool:
 # ---- the problem -------------------------------------------------------------------------------------------------
 
 
-def _problem(call: Call, return_lse: bool, qk_dtype: DType, metadata: tuple[int, ...] | None) -> Problem:
+def _problem(
+    call: Call, return_lse: bool, qk_dtype: DType, metadata: tuple[int, ...] | None, split_keys: int | None
+) -> Problem:
     sizes = call.sizes
     query_bound, kv_bound, kv_lower = 0, 0, 0
     if metadata is not None:
@@ -688,6 +701,7 @@ def _problem(call: Call, return_lse: bool, qk_dtype: DType, metadata: tuple[int,
         max_kv_len_bound=kv_bound,
         max_kv_len_lower_bound=kv_lower,
         device=call.tensors["query"].device,
+        split_keys=split_keys or 0,
     )
 
 

@@ -9,9 +9,6 @@ from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import decode_split_kv as kernel
 from pagedattn.problem import Problem
 
-# Keys of a split, instead of the size that `kernel.split_size` chooses; a multiple of 16. Set by tests and tuning.
-FORCED_SPLIT_KEYS: int | None = None
-
 
 def plan(problem: Problem, executor: Executor[Function]) -> DecodePlan:
     """Plan a problem; see `pagedattn.backends.base`."""
@@ -42,9 +39,7 @@ class DecodePlan:
         self.function = executor.load(kernel.KERNEL, self.spec)
         row_tiles = kernel.row_tile_count(self.spec, p.token_count, p.batch_size, p.group_size)
         self.head_tiles = p.kv_num_heads * kernel.row_chunks(self.spec, p.group_size)
-        size = FORCED_SPLIT_KEYS or kernel.split_size(
-            span, max(1, p.token_count) * self.head_tiles, executor.multiprocessors
-        )
+        size = kernel.split_size(span, max(1, p.token_count) * self.head_tiles, executor.multiprocessors)
         self.splits = SplitPlan(
             p, executor, span, size, self.spec.tile_rows if shares_tokens else 0, starts_at_0=not p.has_window
         )

@@ -11,10 +11,6 @@ from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import latent_decode, latent_decode_sm90
 from pagedattn.problem import Problem
 
-# Keys of a split, instead of the size that the kernel's `split_size` chooses; a multiple of 16. Set by tests and
-# tuning, and by who wants a sequence's bits not to depend on the bounds of the call.
-FORCED_SPLIT_KEYS: int | None = None
-
 # Leave Hopper's kernel aside; for tests and comparisons.
 FORCE_SM80 = False
 
@@ -76,7 +72,7 @@ class _General:
         ordered = not p.has_query_positions and p.is_causal
         span = latent_decode.key_span(self.spec, p.kv_len_bound, p.local_window_size, p.num_heads, ordered)
         tiles, _, _ = latent_decode.grid(self.spec, p.token_count, p.batch_size, p.num_heads, 1)
-        size = FORCED_SPLIT_KEYS or latent_decode.split_size(span, tiles, executor.multiprocessors)
+        size = latent_decode.split_size(span, tiles, executor.multiprocessors)
         self.splits = SplitPlan(p, executor, span, size, self.spec.tile_rows)
         self.function: Any = None
 
@@ -116,9 +112,13 @@ class _Hopper:
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         self.kernel = latent_decode_sm90.LatentSm90Kernel(problem, executor)
-        size = FORCED_SPLIT_KEYS or self.kernel.split_size
         self.splits = SplitPlan(
-            problem, executor, self.kernel.span, size, latent_decode_sm90.ROWS, self.kernel.starts_at_0
+            problem,
+            executor,
+            self.kernel.span,
+            self.kernel.split_size,
+            latent_decode_sm90.ROWS,
+            self.kernel.starts_at_0,
         )
 
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:

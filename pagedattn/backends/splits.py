@@ -14,7 +14,7 @@ MAX_PARTIAL_BYTES = 1 << 30
 
 
 class SplitPlan:
-    """Splits of one problem, of ``size`` keys or, where their parts would take too much memory, of more.
+    """Splits of one problem: as the caller wants them, else of ``size`` keys, or more where parts took too much memory.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ class SplitPlan:
     span : int
         Most keys that one token attends.
     size : int
-        Wanted keys of a split, a multiple of 16.
+        Keys of a split that suit the device, a multiple of 16.
     tile_rows : int
         Rows, tokens times query heads of a group, that are split alike; 0: each token has splits of its own.
     starts_at_0 : bool
@@ -44,8 +44,9 @@ class SplitPlan:
         def part_bytes(size: int) -> tuple[int, int]:
             return partial_bytes(p.token_count, split_count(span, size, starts_at_0), p.num_heads, p.v_head_size)
 
-        while sum(part_bytes(size)) > MAX_PARTIAL_BYTES:
+        while not p.split_keys and sum(part_bytes(size)) > MAX_PARTIAL_BYTES:
             size *= 2
+        size = p.split_keys or size
         self.tile_rows = tile_rows
         self.size = size
         self.count = split_count(span, size, starts_at_0)

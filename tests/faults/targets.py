@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -53,14 +53,19 @@ def bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"u{dtype.itemsize}")
 
 
+# Backends that cut the keys into splits, whose size is an option.
+SPLITTING = ("decode", "latent")
+
+
 @dataclass(frozen=True)
 class Target:
-    """The NumPy backend; arrays stay where they are."""
+    """The NumPy backend; arrays stay where they are. ``options`` are those of every operator that it makes."""
 
     row: Row = support.NUMPY
     where: str = "host"
     device: str = "cpu"
     arch: int = 0
+    options: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         return self.row.name if self.where == "host" else f"{self.row.name}-{self.where}"
@@ -140,7 +145,7 @@ class Target:
 
     def operator(self, call: Call, **options: Any) -> pagedattn.PagedAttention:
         """An operator object for a call, with no plan made yet."""
-        return pagedattn.PagedAttention(backend=self.backend, **call.attributes, **options)
+        return pagedattn.PagedAttention(backend=self.backend, **call.attributes, **{**self.options, **options})
 
     def invoke(self, call: Call, arrays: dict[str, Any], out: Any = None, **options: Any) -> Any:
         """Run a call on arrays that lie on the device; the operator's own result."""
@@ -222,7 +227,8 @@ class Target:
             name: built[name] if name == "attention_metadata" else self.typed(raw[name][index], array.dtype)
             for name, (array, index) in built.parents.items()
         }
-        operator = pagedattn.PagedAttention(backend=self.backend, **built.attributes, **built.options)
+        options = {**self.options, **built.options}
+        operator = pagedattn.PagedAttention(backend=self.backend, **built.attributes, **options)
         with self.active():
             result = operator(**arrays)
         after = {name: self.download(x).view(built.parents[name][0].dtype) for name, x in raw.items()}
@@ -266,18 +272,16 @@ class Target:
     @property
     def can_split(self) -> bool:
         """Whether `force_splits` means anything."""
-        module = import_module(self.row.module)
-        return hasattr(module, "FORCED_SPLIT_KEYS") or hasattr(module, "TILE_ELEMENTS")
+        return self.backend in SPLITTING or hasattr(import_module(self.row.module), "TILE_ELEMENTS")
 
     def force_splits(self, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
         """Make the backend cut its work into pieces of ``keys`` keys, or of one token; skip where it never cuts."""
-        module = import_module(self.row.module)
         if not self.can_split:
             pytest.skip(f"{self.backend} does not split")
-        elif hasattr(module, "FORCED_SPLIT_KEYS"):
-            monkeypatch.setattr(module, "FORCED_SPLIT_KEYS", keys)
+        elif self.backend in SPLITTING:
+            monkeypatch.setitem(self.options, "split_keys", keys)
         else:
-            monkeypatch.setattr(module, "TILE_ELEMENTS", 1)
+            monkeypatch.setattr(import_module(self.row.module), "TILE_ELEMENTS", 1)
 
 
 @dataclass(frozen=True)

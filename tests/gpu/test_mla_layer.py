@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from pagedattn.backends import latent_mla
 from tests.support.mla_layer import Shape, check_layer, check_rotation
 
 HEADS = [Shape(heads) for heads in (1, 3, 16, 20, 128)]
@@ -40,11 +39,8 @@ def test_rotation_before_the_call_gives_the_same_bits(
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("keys", [16, 64])
-def test_any_split_of_the_keys(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, keys: int, schedule: list[tuple[int, ...]]
-) -> None:
-    monkeypatch.setattr(latent_mla, "FORCED_SPLIT_KEYS", keys)
-    check_layer(Shape(16), "bfloat16", schedule, cupy, backend="latent")
+def test_any_split_of_the_keys(cupy: Any, keys: int, schedule: list[tuple[int, ...]]) -> None:
+    check_layer(Shape(16), "bfloat16", schedule, cupy, backend="latent", split_keys=keys)
 
 
 @pytest.mark.parametrize("shape", [Shape(16), Shape(3, 128, 32)], ids=str)

@@ -107,8 +107,7 @@ def test_latent(target: Target, force_sm80: bool, num_heads: int, monkeypatch: p
     target.force_splits(monkeypatch, split_keys(target))
     head_size, v_head_size = (576, 512) if target.on_gpu else (144, 128)
     pool = pool_of(target, Layer(num_heads, 1, head_size, v_head_size))
-    # A wider table has room for more splits; when those of all rows would take too much memory, they are made longer.
-    wider = 20 if num_heads < 128 or not target.on_gpu else 2
+    wider = 20 if num_heads < 128 or not target.on_gpu else 2  # the parts of all rows and splits lie in memory
     assert differing(pool, batches(len(pool.lengths)), [None, wider * pool.width]) == []
 
 

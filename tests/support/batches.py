@@ -46,7 +46,7 @@ class Layer:
     def cache_dtype(self) -> DType:
         return BY_NAME[self.cache] if self.cache else BFLOAT16
 
-    def operator(self, backend: str) -> PagedAttention:
+    def operator(self, backend: str, **options: Any) -> PagedAttention:
         """The operator, which also returns lse."""
         attributes: dict[str, Any] = {"kv_cache_layout": "LATENT" if self.v_head_size else "SEPARATE"}
         for name in self.caches:
@@ -61,6 +61,7 @@ class Layer:
             backend=backend,
             return_lse=True,
             **attributes,
+            **options,
         )
 
     def stored(self, rng: np.random.Generator, num_blocks: int) -> Array:
@@ -87,7 +88,7 @@ class Pool:
     def __init__(self, target: Target, layer: Layer, lengths: Sequence[tuple[int, int]], seed: int = 0) -> None:
         self.target, self.layer, self.lengths = target, layer, list(lengths)
         rng = np.random.default_rng(seed)
-        self.operator = layer.operator(target.backend)
+        self.operator = layer.operator(target.backend, **target.options)
         blocks = [-(-(past + new) // layer.block_size) for past, new in self.lengths]
         self.blocks = np.split(rng.permutation(sum(blocks)).astype(np.int32), np.cumsum(blocks)[:-1])
         self.fixed = {name: target.place(layer.stored(rng, sum(blocks))) for name in layer.caches}

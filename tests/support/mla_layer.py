@@ -152,7 +152,7 @@ class Layer:
         s, weight = self.shape, xp.asarray(self.weights["kv_b"].astype(np.float32))
         return absorb(weight, num_heads=s.heads, qk_nope_head_dim=s.nope, v_head_dim=s.value)
 
-    def operator(self, backend: str, rotate_inside: bool) -> PagedAttention:
+    def operator(self, rotate_inside: bool, **options: Any) -> PagedAttention:
         rotation: dict[str, Any] = {"do_rotary": 1, "rotary_offset": self.shape.rank, "rotary_interleaved": 1}
         return PagedAttention(
             num_heads=self.shape.heads,
@@ -160,8 +160,8 @@ class Layer:
             kv_cache_layout="LATENT",
             v_head_size=self.shape.rank,
             scale=self.scale,
-            backend=backend,
             return_lse=True,
+            **options,
             **(rotation if rotate_inside else {}),
         )
 
@@ -181,15 +181,15 @@ def run_paged(
     schedule: Sequence[Step],
     xp: Any = np,
     *,
-    backend: str = "numpy",
     rotate_inside: bool = True,
+    **options: Any,
 ) -> Paged:
     """Run sequences of hidden states, (S, hidden) each, through a layer step by step on shuffled blocks of NaN."""
     s = layer.shape
     weights = {name: xp.asarray(x.astype(np.float32)) for name, x in layer.weights.items()}
     tables = {"cos_cache": _placed(xp, layer.cos), "sin_cache": _placed(xp, layer.sin)}
     wide_tables = [xp.asarray(x.astype(np.float32)) for x in (layer.cos, layer.sin)]
-    projection, operator = layer.projection(xp), layer.operator(backend, rotate_inside)
+    projection, operator = layer.projection(xp), layer.operator(rotate_inside, **{"backend": "numpy", **options})
     blocks = -(-max(map(len, hidden)) // BLOCK_SIZE)
     ids = np.random.default_rng(4).permutation(len(hidden) * blocks + 2)[: len(hidden) * blocks]
     block_table = xp.asarray(ids.reshape(len(hidden), blocks).astype(np.int32))

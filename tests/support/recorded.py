@@ -136,16 +136,15 @@ def emulated_target(backend: str) -> Target:
 
 @contextmanager
 def same_work_everywhere() -> Iterator[None]:
-    """Kernels that every architecture has, and keys cut into pieces of one size.
+    """Kernels that every architecture has.
 
     What else is chosen by the device is its own affair, and the same for these calls (tests/emulator/test_recorded.py).
     """
     with ExitStack() as stack:
         for row in support.ROWS:
             module = import_module(row.module)
-            for name, value in (("FORCE_SM80", True), ("FORCED_SPLIT_KEYS", 64)):
-                if hasattr(module, name):
-                    stack.enter_context(patch.object(module, name, value))
+            if hasattr(module, "FORCE_SM80"):
+                stack.enter_context(patch.object(module, "FORCE_SM80", True))
         yield
 
 
@@ -155,7 +154,7 @@ def run(call: RecordedCall, target: Target) -> Results:
     What changed is the exclusive or with what was there, of which the untouched part costs nothing in a file.
     """
     built = build(call.case)
-    with same_work_everywhere():
+    with same_work_everywhere(), patch.dict(target.options, split_keys=64):
         result, after = target.run_built(built)
     named = {"output": result.output, "lse": result.lse, "output_qk": result.output_qk}
     results = {name: bits(np.ascontiguousarray(x)) for name, x in named.items() if x is not None}

@@ -923,6 +923,10 @@ def test_options_are_checked():
         ({"max_output_qk_bytes": None}, "max_output_qk_bytes: expected a number, got None."),
         ({"max_output_qk_bytes": math.inf}, "max_output_qk_bytes: expected a finite number, got inf."),
         ({"max_output_qk_bytes": -1}, "max_output_qk_bytes: expected a value >= 0, got -1."),
+        ({"split_keys": 0}, "split_keys: expected a value >= 16, got 0."),
+        ({"split_keys": 24}, "split_keys: expected a multiple of 16 below 2**31, or None, got 24."),
+        ({"split_keys": 2**31}, f"split_keys: expected a multiple of 16 below 2**31, or None, got {2**31}."),
+        ({"split_keys": "all"}, "split_keys: expected a number, got 'all'."),
     ):
         built = build(Case())
         for call in (built.run, lambda _, **more: PagedAttention(num_heads=4, kv_num_heads=2, **more)):
@@ -943,11 +947,12 @@ def test_a_window_wider_than_any_position_is_none(window: int):
 
 
 def test_copies_of_an_operator_hold_its_attributes_and_options():
-    operator = PagedAttention(num_heads=4, kv_num_heads=2, softcap=3, return_lse=True, backend="numpy")
+    operator = PagedAttention(num_heads=4, kv_num_heads=2, softcap=3, return_lse=True, backend="numpy", split_keys=64)
     built = build(Case())
     want = operator(**built.copy().inputs)
     for twin in (copy.copy(operator), copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
         assert twin is not operator
+        assert twin.options == operator.options
         got = twin(**built.copy().inputs)
         assert got.output.tobytes() == want.output.tobytes()
         assert got.lse.tobytes() == want.lse.tobytes()
