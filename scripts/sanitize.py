@@ -61,7 +61,7 @@ def run_tool(tool: str, timeout: float, share: int, shares: int) -> dict[str, An
     if record["findings"] != 0 or record["failed"] or not record["passed"]:
         places = Counter(re.findall(r"^=+ +(?:and )?(.*? at .*?)(?: in .*)?$", output, re.MULTILINE))
         record["error"] = f"exit code {process.returncode}"
-        record["places"] = dict(places.most_common(12))
+        record["places"] = dict(places.most_common(40))
         if not places:
             record["tail"] = output[-3000:]
     return record
@@ -90,7 +90,7 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         places: Counter[str] = Counter()
         for part in wrong:
             places.update(part.get("places", {}))
-        record["places"] = dict(places.most_common(12))
+        record["places"] = dict(places.most_common(40))
         record["tail"] = next((part["tail"] for part in wrong if "tail" in part), "")
     return record
 
