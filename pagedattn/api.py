@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from pagedattn import contract, env
-from pagedattn.arrays import Adapter, Signature, adapter_of, dtype_named, identify
+from pagedattn.arrays import Adapter, Signature, adapter_of, dtype_named, identify, import_foreign
 from pagedattn.dispatch import Choice, select
 from pagedattn.dtypes import FLOAT32
 from pagedattn.errors import InvalidArgumentError, PagedAttentionError
@@ -290,25 +290,25 @@ class PagedAttention:
         return prepared
 
     def _prepare(self, arrays: dict[str, Any]) -> tuple[_Prepared, list[int]]:
-        """Problem, backend and plan of a call, and its addresses; from the second call of a kind on, one look-up."""
+        """Problem, backend and plan of a call, and its addresses; from the second call of a kind on, one look-up.
+
+        attention_metadata is taken out of the arrays: its values are read here, so it may be a new one at every call.
+        """
+        bounds = arrays.pop("attention_metadata", None)
+        metadata = None if bounds is None else _values_of_metadata(bounds)
         signatures, pointers = identify(arrays)
-        metadata, bounds = None, arrays.get("attention_metadata")
-        if bounds is not None:
-            index = list(arrays).index("attention_metadata")
-            pointers[index] = 0  # it is read here, so it may be a new array at every call
-            metadata = _values_of_metadata(bounds, signatures[index])
         backend = self.options["backend"] or env.backend()
         kind = (backend, emulated(), metadata, *arrays, *signatures)
-        prepared = self._prepared.get(kind)
+        prepared = None if bounds is not None and metadata is None else self._prepared.get(kind)
         if prepared is None:
-            prepared = self._prepared.keep(
-                kind, self._first_of_kind(_infos(arrays, signatures, pointers), metadata, backend, arrays)
-            )
+            infos = _infos(arrays, signatures, pointers)
+            prepared = self._prepared.keep(kind, self._first_of_kind(infos, bounds, metadata, backend, arrays))
         return prepared, pointers
 
     def _first_of_kind(
         self,
         infos: dict[str, TensorInfo],
+        bounds: Any,
         metadata: tuple[int, ...] | None,
         backend: str | None,
         arrays: dict[str, Any],
@@ -318,7 +318,7 @@ class PagedAttention:
         runtime, query = runtime_of(infos["query"].device), arrays["query"]
         with runtime.active(adapter_of("query", query).stream(query)):
             problem = validate(
-                infos,
+                infos if bounds is None else {**infos, "attention_metadata": _info_of_metadata(bounds)},
                 self.attributes,
                 return_lse=self.return_lse,
                 qk_dtype=self.qk_dtype,
@@ -393,16 +393,26 @@ def _infos(names: Iterable[str], signatures: list[Signature], pointers: list[int
     infos: dict[str, TensorInfo] = {}
     for name, signature, pointer in zip(names, signatures, pointers, strict=True):
         info: TensorInfo = signature[0].info(signature, pointer)
-        infos[name] = info._replace(device="emulated") if emulated() and name != "attention_metadata" else info
+        infos[name] = info._replace(device="emulated") if emulated() else info
     return infos
 
 
-def _values_of_metadata(bounds: Any, signature: Signature) -> tuple[int, ...] | None:
+_INT32 = np.dtype(np.int32)
+
+
+def _values_of_metadata(bounds: Any) -> tuple[int, ...] | None:
     """Values of attention_metadata, if it is what it should be; `validate` says what it should."""
-    info: TensorInfo = signature[0].info(signature, 0)
-    if info.device != "cpu" or info.dtype.kind != "i" or info.shape not in ((2,), (3,)):
-        return None
-    return tuple(adapter_of("attention_metadata", bounds).to_numpy(bounds).tolist())
+    if type(bounds) is not np.ndarray:  # the usual, and the quickest to read
+        bounds = import_foreign("attention_metadata", bounds)
+        if _info_of_metadata(bounds).device != "cpu":
+            return None
+        bounds = adapter_of("attention_metadata", bounds).to_numpy(bounds)
+    return tuple(bounds.tolist()) if bounds.dtype == _INT32 and bounds.shape in ((2,), (3,)) else None
+
+
+def _info_of_metadata(bounds: Any) -> TensorInfo:
+    bounds = import_foreign("attention_metadata", bounds)
+    return adapter_of("attention_metadata", bounds).describe(bounds)
 
 
 def _print_debug_line(operator: str, problem: Problem, choice: Choice) -> None:

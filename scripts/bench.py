@@ -315,6 +315,17 @@ class Gpu:
         end.synchronize()
         return float(self.cupy.cuda.get_elapsed_time(start, end) * 1000 / repeats)
 
+    def host_time(self, calls: list[Callable[[], Any]], repeats: int) -> float:
+        """Microseconds of the host's time a call, over calls few enough for the driver's queue."""
+        stream = self.cupy.cuda.get_current_stream()
+        stream.synchronize()
+        start = time.perf_counter()
+        for i in range(repeats):
+            calls[i % len(calls)]()
+        elapsed = time.perf_counter() - start
+        stream.synchronize()
+        return elapsed * 1e6 / repeats
+
     def read_ceiling(self) -> float:
         """GB/s of a kernel that only reads 8 GB."""
         cupy = self.cupy
@@ -395,13 +406,7 @@ def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool) -> d
     graph_us = statistics.median(gpu.timed(graphs, -(-repeats // in_graph)) for _ in range(5)) / in_graph
     power, clock = gpu.state()
     eager_us = statistics.median(gpu.timed(calls, repeats, ahead_ms=10.0) for _ in range(3))
-    gpu.cupy.cuda.get_current_stream().synchronize()
-    gpu.spin((1,), (1,), (np.int64(1_000_000),))
-    start = time.perf_counter()
-    for i in range(100):
-        calls[i % len(calls)]()
-    host_us = (time.perf_counter() - start) * 1e6 / 100
-    gpu.cupy.cuda.get_current_stream().synchronize()
+    host_us = statistics.median(gpu.host_time(calls, 20) for _ in range(5))
     return {
         "workload": workload.name,
         "backend": chosen,
