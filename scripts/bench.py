@@ -290,7 +290,8 @@ class Gpu:
             import pynvml
 
             pynvml.nvmlInit()
-            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(cupy.cuda.Device().id)
+            bus = cupy.cuda.Device().pci_bus_id  # CUDA may number GPUs in another way
+            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByPciBusId(bus.encode())
         except Exception:  # NVML is a convenience: without it clocks and power stay unknown
             self.nvml = None
 
