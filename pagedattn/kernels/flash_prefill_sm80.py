@@ -24,8 +24,6 @@ from pagedattn.kernels.layouts import (
 )
 from pagedattn.kernels.wide_attention import row_tile_count
 
-MAX_HEAD_SIZE = 256
-
 
 @dataclass(frozen=True)
 class FlashSpec(Spec):
@@ -37,7 +35,7 @@ class FlashSpec(Spec):
     row_tiles: int
     warps: int
     tile_keys: int
-    stages: int
+    ctas: int
 
     @property
     def tile_rows(self) -> int:
@@ -58,15 +56,14 @@ PARAMS = params(
     group_size=i32,
 )
 
-# (row_tiles, warps, tile_keys, stages) by the largest head they serve, best first. Two row tiles in a warp halve what
+# (row_tiles, warps, tile_keys, ctas) by the largest head they serve, best first. Two row tiles in a warp halve what
 # it reads from shared memory for each product; accumulators of wide heads leave room for one.
 SHAPES = (
-    (64, ((2, 4, 64, 2), (2, 4, 32, 2))),
-    (128, ((2, 4, 32, 3), (2, 4, 32, 2), (1, 4, 32, 2))),
-    (256, ((1, 8, 32, 2), (1, 4, 32, 2), (1, 4, 16, 2))),
+    (128, ((2, 4, 64, 2),)),
+    (256, ((1, 8, 64, 1), (1, 4, 32, 1))),
 )
 # For sequences whose new tokens make few rows.
-SHORT_SHAPES = ((1, 4, 64, 2), (1, 4, 32, 2), (1, 4, 16, 2))
+SHORT_SHAPES = ((1, 4, 64, 2), (1, 4, 32, 2))
 SHORT_ROWS = 64
 
 
@@ -76,9 +73,9 @@ def threads(spec: FlashSpec) -> int:
 
 
 def shared_bytes(spec: FlashSpec) -> int:
-    """Queries, and the stages of keys and values."""
+    """Queries, what is known of each row, and a tile of keys and of values."""
     queries = spec.tile_rows * tile_row_stride(spec.io, round_up(spec.head_size, channel_step(spec.cache)))
-    return queries + spec.stages * 2 * spec.tile_keys * tile_row_stride(spec.cache, spec.head_size)
+    return queries + 16 * (spec.tile_rows + 1) + 2 * spec.tile_keys * tile_row_stride(spec.cache, spec.head_size)
 
 
 def choose(io: DType, cache: DType, head_size: int, rows: int, shared_limit: int) -> FlashSpec:

@@ -61,13 +61,28 @@ template <DType IoType, DType Cache> struct Fragments {
   // N-tiles of 8 columns that one values() call yields.
   static constexpr int kValueTiles = kCodes ? 4 : 2;
 
-  // A operand: 16 rows of queries from `row`, channels [16 step, 16 step + 16). Query tiles hold the io type.
-  static __device__ __forceinline__ void query(uint32_t (&a)[4], const unsigned char* s_tile, int stride, int row, int step) {
+  // Where the lane's part of a tile's fragments starts. What a loop over fragments adds to it is the same in all lanes, so that it can
+  // be part of the instruction.
+  static __device__ __forceinline__ const unsigned char* query_lane(const unsigned char* s_tile, int stride) {
     const int lane = threadIdx.x % kWarpSize;
+    return s_tile + (kCodes ? lane / 4 * stride + 8 * (lane % 4) : lane % 16 * stride + 16 * (lane / 16));
+  }
+  static __device__ __forceinline__ const unsigned char* keys_lane(const unsigned char* s_tile, int stride) {
+    const int lane = threadIdx.x % kWarpSize;
+    return s_tile + (kCodes ? lane / 4 * stride + row_bytes_of(Cache, 4 * (lane % 4))
+                            : (lane % 8 + 8 * (lane / 16)) * stride + 16 * (lane / 8 % 2));
+  }
+  static __device__ __forceinline__ const unsigned char* values_lane(const unsigned char* s_tile, int stride) {
+    const int lane = threadIdx.x % kWarpSize;
+    return s_tile + (kCodes ? 2 * (lane % 4) * stride + row_bytes_of(Cache, 4 * (lane / 4)) : lane % 16 * stride + 16 * (lane / 16));
+  }
+
+  // A operand: 16 rows of queries from `row`, channels [16 step, 16 step + 16). Query tiles hold the io type.
+  static __device__ __forceinline__ void query(uint32_t (&a)[4], const unsigned char* s_lane, int stride, int row, int step) {
+    const unsigned char* s_first = s_lane + row * stride + 32 * step;
     if constexpr (!kCodes) {
-      ptx::ldmatrix_x4(a, s_tile + (row + lane % 16) * stride + 32 * step + 16 * (lane / 16));
+      ptx::ldmatrix_x4(a, s_first);
     } else {
-      const unsigned char* s_first = s_tile + (row + lane / 4) * stride + 32 * step + 8 * (lane % 4);
       const uint32_t* s_upper = reinterpret_cast<const uint32_t*>(s_first);
       const uint32_t* s_lower = reinterpret_cast<const uint32_t*>(s_first + 8 * stride);
       a[0] = s_upper[0];
@@ -84,41 +99,37 @@ template <DType IoType, DType Cache> struct Fragments {
   }
 
   // B operands of q . k: keys [key, key + 16) as two n-tiles, channels [16 step, 16 step + 16).
-  static __device__ __forceinline__ void keys(uint32_t (&b)[2][2], const unsigned char* s_tile, int stride, int key, int step) {
-    const int lane = threadIdx.x % kWarpSize;
+  static __device__ __forceinline__ void keys(uint32_t (&b)[2][2], const unsigned char* s_lane, int stride, int key, int step) {
     if constexpr (!kCodes) {
       uint32_t r[4];
-      ptx::ldmatrix_x4(r, s_tile + (key + lane % 8 + 8 * (lane / 16)) * stride + 32 * step + 16 * (lane / 8 % 2));
+      ptx::ldmatrix_x4(r, s_lane + key * stride + 32 * step);
       b[0][0] = r[0];
       b[0][1] = r[1];
       b[1][0] = r[2];
       b[1][1] = r[3];
     } else {
-      const unsigned char* s_row = s_tile + (key + lane / 4) * stride;
-      const int channel = 16 * step + 4 * (lane % 4);
-      convert_codes_4<Io, Cache>(load_codes_4<Cache>(s_row, channel), b[0][0], b[0][1]);
-      convert_codes_4<Io, Cache>(load_codes_4<Cache>(s_row + 8 * stride, channel), b[1][0], b[1][1]);
+      const unsigned char* s_row = s_lane + key * stride;
+      convert_codes_4<Io, Cache>(load_codes_4<Cache>(s_row, 16 * step), b[0][0], b[0][1]);
+      convert_codes_4<Io, Cache>(load_codes_4<Cache>(s_row + 8 * stride, 16 * step), b[1][0], b[1][1]);
     }
   }
 
   // B operands of p . v: keys [key, key + 16), n-tiles [kValueTiles group, + kValueTiles).
-  static __device__ __forceinline__ void values(uint32_t (&b)[kValueTiles][2], const unsigned char* s_tile, int stride, int key,
+  static __device__ __forceinline__ void values(uint32_t (&b)[kValueTiles][2], const unsigned char* s_lane, int stride, int key,
                                                 int group) {
-    const int lane = threadIdx.x % kWarpSize;
     if constexpr (!kCodes) {
       uint32_t r[4];
-      ptx::ldmatrix_x4_transposed(r, s_tile + (key + lane % 16) * stride + 32 * group + 16 * (lane / 16));
+      ptx::ldmatrix_x4_transposed(r, s_lane + key * stride + 32 * group);
       b[0][0] = r[0];
       b[0][1] = r[1];
       b[1][0] = r[2];
       b[1][1] = r[3];
     } else {
-      const int channel = 32 * group + 4 * (lane / 4);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const unsigned char* s_row = s_tile + (key + 8 * half + 2 * (lane % 4)) * stride;
-        const uint32_t even = load_codes_4<Cache>(s_row, channel);
-        const uint32_t odd = load_codes_4<Cache>(s_row + stride, channel);
+        const unsigned char* s_row = s_lane + (key + 8 * half) * stride;
+        const uint32_t even = load_codes_4<Cache>(s_row, 32 * group);
+        const uint32_t odd = load_codes_4<Cache>(s_row + stride, 32 * group);
         // Bytes of channel i of both keys side by side: (even 0, odd 0, even 1, odd 1) and (even 2, odd 2, even 3, odd 3).
         convert_codes_4<Io, Cache>(ptx::byte_permute(even, odd, 0x5140), b[0][half], b[1][half]);
         convert_codes_4<Io, Cache>(ptx::byte_permute(even, odd, 0x7362), b[2][half], b[3][half]);

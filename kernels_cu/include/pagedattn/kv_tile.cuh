@@ -22,6 +22,9 @@ template <DType Cache, int kChannels> struct TileShape {
   static constexpr int kStride = tile_row_stride(Cache, kChannels);
   static constexpr int kRowBytes = row_bytes_of(Cache, kChannels);                // in global memory
   static constexpr int kVectors = ceil_div(row_bytes_of(Cache, kPadded), 16);     // that operands are read from
+  // A power of two of lanes side by side copy a row: the addresses of a lane then differ by constants.
+  static constexpr int kLanes = kVectors > 16 ? 32 : kVectors > 8 ? 16 : kVectors > 4 ? 8 : kVectors > 2 ? 4 : kVectors;
+  static constexpr int kRowsAtOnce = kWarpSize / kLanes;
 };
 
 // Copies 16 bytes, of which the first `valid` exist, from a source of which no more than `alignment` is known; the rest
@@ -47,10 +50,9 @@ __device__ __forceinline__ void copy_16(unsigned char* s_target, const unsigned 
 template <class Shape, int kRows>
 __device__ __forceinline__ void copy_rows(unsigned char* s_tile, int first, int begin, int end, const unsigned char* g_first,
                                           int64_t token_bytes, int alignment, const unsigned char* g_any) {
-  // A power of two of lanes side by side on a row: the addresses of a lane then differ by constants.
   constexpr int kVectors = Shape::kVectors;
-  constexpr int kLanes = kVectors > 16 ? 32 : kVectors > 8 ? 16 : kVectors > 4 ? 8 : kVectors > 2 ? 4 : kVectors;
-  constexpr int kRowsAtOnce = kWarpSize / kLanes;
+  constexpr int kLanes = Shape::kLanes;
+  constexpr int kRowsAtOnce = Shape::kRowsAtOnce;
   const int lane_row = threadIdx.x % kWarpSize / kLanes;
   const int lane_byte = 16 * (threadIdx.x % kLanes);
   // Nearly every tile is whole and aligned, and a warp that spends its time on addresses leaves the memory idle: so that

@@ -11,10 +11,11 @@
 __device__ __forceinline__ int row_in_tile(int element) { return threadIdx.x % kWarpSize / 4 + 8 * (element / 2); }
 __device__ __forceinline__ int key_in_tile(int n_tile, int element) { return 8 * n_tile + 2 * (threadIdx.x % 4) + element % 2; }
 
-// scores = q . k of 16 kKeyBlocks keys from `key`. `query_of(m, step, a)` yields the A operand.
-template <class F, int kSteps, int kMTiles, int kNTiles, class QueryOf>
+// scores = q . k of 8 kNTiles keys from `key`. `query_of(m, step, a)` yields the A operand, `s_lane` is F::keys_lane of the tile,
+// and `between(step)` is called among the products of each step.
+template <class F, int kSteps, int kMTiles, int kNTiles, class QueryOf, class Between>
 __device__ __forceinline__ void multiply_keys(float (&scores)[kMTiles][kNTiles][4], const QueryOf& query_of,
-                                              const unsigned char* s_keys, int stride, int key) {
+                                              const unsigned char* s_lane, int stride, int key, const Between& between) {
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -33,33 +34,41 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kMTiles][kNTiles][
 #pragma unroll
     for (int block = 0; block < kNTiles / 2; ++block) {
       uint32_t b[2][2];
-      F::keys(b, s_keys, stride, key + 16 * block, step);
+      F::keys(b, s_lane, stride, key + 16 * block, step);
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
         ptx::mma_m16n8k16<typename F::Io>(scores[m][2 * block], a[m], b[0][0], b[0][1]);
         ptx::mma_m16n8k16<typename F::Io>(scores[m][2 * block + 1], a[m], b[1][0], b[1][1]);
       }
     }
+    between(step);
   }
 }
 
-// acc += p . v over the keys of one 16-key block. acc covers groups of value channels from `group` on, as far as the tile
-// has any: below `groups`.
+// acc += p . v over the keys of one 16-key block, for one group of value channels; tile `at` of acc is its first. `s_lane` is
+// F::values_lane of the tile.
+template <class F, int kMTiles, int kTiles>
+__device__ __forceinline__ void multiply_value_group(float (&acc)[kMTiles][kTiles][4], const uint32_t (&p)[kMTiles][4],
+                                                     const unsigned char* s_lane, int stride, int key, int group, int at) {
+  uint32_t b[F::kValueTiles][2];
+  F::values(b, s_lane, stride, key, group);
+#pragma unroll
+  for (int n = 0; n < F::kValueTiles; ++n) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      ptx::mma_m16n8k16<typename F::Io>(acc[m][at + n], p[m], b[n][0], b[n][1]);
+    }
+  }
+}
+
+// The same for all groups that acc has: from `group` on, as far as the tile has any, below `groups`.
 template <class F, int kMTiles, int kTiles>
 __device__ __forceinline__ void multiply_values(float (&acc)[kMTiles][kTiles][4], const uint32_t (&p)[kMTiles][4],
-                                                const unsigned char* s_values, int stride, int key, int group, int groups) {
+                                                const unsigned char* s_lane, int stride, int key, int group, int groups) {
 #pragma unroll
   for (int i = 0; i < kTiles / F::kValueTiles; ++i) {
     if (group + i >= groups) break;
-    uint32_t b[F::kValueTiles][2];
-    F::values(b, s_values, stride, key, group + i);
-#pragma unroll
-    for (int n = 0; n < F::kValueTiles; ++n) {
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
-        ptx::mma_m16n8k16<typename F::Io>(acc[m][F::kValueTiles * i + n], p[m], b[n][0], b[n][1]);
-      }
-    }
+    multiply_value_group<F>(acc, p, s_lane, stride, key, group + i, F::kValueTiles * i);
   }
 }
 
@@ -71,12 +80,17 @@ template <class Io> __device__ __forceinline__ void pack_probabilities(uint32_t 
   p[3] = ptx::pack_2<Io>(right[2], right[3]);
 }
 
-// Maximum of a row's scores over the four lanes that share it. `half` is 0 for row g, 1 for row g + 8.
-template <int kNTiles> __device__ __forceinline__ float row_maximum(const float (&scores)[kNTiles][4], int half) {
+// Maximum of a row's scores in this lane. `half` is 0 for row g, 1 for row g + 8.
+template <int kNTiles> __device__ __forceinline__ float lane_maximum(const float (&scores)[kNTiles][4], int half) {
   float top = negative_infinity();
 #pragma unroll
   for (int n = 0; n < kNTiles; ++n) top = fmaxf(top, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-  return group_max<4>(top);
+  return top;
+}
+
+// The same over the four lanes that share the row.
+template <int kNTiles> __device__ __forceinline__ float row_maximum(const float (&scores)[kNTiles][4], int half) {
+  return group_max<4>(lane_maximum(scores, half));
 }
 
 // Turns a row's base-2 scores into weights; row_sum grows by this lane's part of them.
@@ -91,17 +105,17 @@ template <int kNTiles> __device__ __forceinline__ void weigh_row(float (&scores)
   }
 }
 
-// Weight of one key for a row of the lane, from the lane of the four that has it.
-template <int kNTiles> __device__ __forceinline__ float weight_of_key(const float (&weights)[kNTiles][4], int half, int key) {
-  float own = 0.0f;
+// Score of one key for a row of the lane, from the lane of the four that has it.
+template <int kNTiles> __device__ __forceinline__ float score_of_key(const float (&scores)[kNTiles][4], int half, int key) {
+  float own = negative_infinity();
 #pragma unroll
   for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      if (key_in_tile(n, i) == key) own = weights[n][i];
+      if (key_in_tile(n, i) == key) own = scores[n][i];
     }
   }
-  return group_sum<4>(own);
+  return group_max<4>(own);
 }
 
 template <int kTiles> __device__ __forceinline__ void scale_row(float (&acc)[kTiles][4], float factor, int half) {
@@ -112,13 +126,12 @@ template <int kTiles> __device__ __forceinline__ void scale_row(float (&acc)[kTi
   }
 }
 
-// Dot products to base-2 scores: scale, then the rare rules, then the mask where `masked` says that the tile needs one.
-// `factor` is the scale of q . k with the key scale in it; keys count from `key`; bit b of `mapped` says whether the b-th block
-// of 16 keys exists. `keys_of(half)` is what the row of elements 2 half and 2 half + 1 admits, and `bias_row(half)` its bias
-// row where there is a bias: asked only where they count, since most tiles need neither and they would fill registers.
+// Dot products to base-2 scores: scale, then the rare rules. `factor` is the scale of q . k with the key scale in it; keys count
+// from `key`. `keys_of(half)` is what the row of elements 2 half and 2 half + 1 admits, and `bias_row(half)` its bias row where
+// there is a bias: asked only where they count, since most tiles need neither and they would fill registers.
 template <class Io, int kNTiles, class KeysOf, class BiasRow>
-__device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const ScoreRules& rules, float factor, const KeysOf& keys_of,
-                                            const BiasRow& bias_row, int key, bool masked, uint32_t mapped) {
+__device__ __forceinline__ void scale_scores(float (&scores)[kNTiles][4], const ScoreRules& rules, float factor, const KeysOf& keys_of,
+                                             const BiasRow& bias_row, int key) {
   if (has_score_rules(rules)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -141,17 +154,20 @@ __device__ __forceinline__ void apply_rules(float (&scores)[kNTiles][4], const S
       for (int i = 0; i < 4; ++i) scores[n][i] *= factor * kLog2E;
     }
   }
-  if (masked) {
+}
+
+// Hides what a row does not admit. Bit b of `mapped` says whether the b-th block of 16 keys exists.
+template <int kNTiles, class KeysOf>
+__device__ __forceinline__ void mask_scores(float (&scores)[kNTiles][4], const KeysOf& keys_of, int key, uint32_t mapped) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const KeyRange own = keys_of(half);
+  for (int half = 0; half < 2; ++half) {
+    const KeyRange own = keys_of(half);
 #pragma unroll
-      for (int n = 0; n < kNTiles; ++n) {
+    for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          const bool exists = mapped >> (n / 2) & 1u;
-          if (!exists || !own.contains(key + key_in_tile(n, i))) scores[n][i] = negative_infinity();
-        }
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        const bool exists = mapped >> (n / 2) & 1u;
+        if (!exists || !own.contains(key + key_in_tile(n, i))) scores[n][i] = negative_infinity();
       }
     }
   }

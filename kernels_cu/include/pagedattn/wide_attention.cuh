@@ -96,12 +96,15 @@ __device__ __forceinline__ void wide_scores(float (&scores)[1][Wide<W>::kNTiles]
   using D = Wide<W>;
   using Io = typename D::Io;
   const auto query_of = [&](int, int step, uint32_t (&a)[4]) {
-    D::F::query(a, D::s_query(), D::Query::kStride, 16 * D::row_tile(), step);
+    D::F::query(a, D::F::query_lane(D::s_query(), D::Query::kStride), D::Query::kStride, 16 * D::row_tile(), step);
   };
-  multiply_keys<typename D::F, D::kSteps>(scores, query_of, tiles.key_tile(i), D::Tiles::KeyShape::kStride, D::first_key());
-  apply_rules<Io>(scores[0], rules, factor, [&](int half) { return rows.keys[half]; },
-                  [&](int half) { return bias_row_of_tile<Io>(tile, D::row(half), rules, first_head); },
-                  tiles.key_of(i) + D::first_key(), !tiles.is_open(i, every), tiles.mapped_blocks() >> (D::first_key() / 16));
+  const unsigned char* s_lane = D::F::keys_lane(tiles.key_tile(i), D::Tiles::KeyShape::kStride);
+  multiply_keys<typename D::F, D::kSteps>(scores, query_of, s_lane, D::Tiles::KeyShape::kStride, D::first_key(), [](int) {});
+  const auto keys_of = [&](int half) { return rows.keys[half]; };
+  const int first_key = tiles.key_of(i) + D::first_key();
+  scale_scores<Io>(scores[0], rules, factor, keys_of,
+                   [&](int half) { return bias_row_of_tile<Io>(tile, D::row(half), rules, first_head); }, first_key);
+  if (!tiles.is_open(i, every)) mask_scores(scores[0], keys_of, first_key, tiles.mapped_blocks() >> (D::first_key() / 16));
 }
 
 // Scores of all warps to probabilities in shared memory, and the new maxima to everyone's state.
@@ -151,7 +154,7 @@ __device__ __forceinline__ void wide_values(WideRows<W>& rows, const typename Wi
   for (int block = 0; block < W.tile_keys / 16; ++block) {
     uint32_t p[1][4];
     D::F::probabilities(p[0], D::s_probabilities(), D::kProbabilityStride, 16 * D::row_tile(), block);
-    multiply_values<typename D::F>(rows.acc, p, s_values, D::Tiles::ValueShape::kStride, 16 * block,
+    multiply_values<typename D::F>(rows.acc, p, D::F::values_lane(s_values, D::Tiles::ValueShape::kStride), D::Tiles::ValueShape::kStride, 16 * block,
                                    D::column() * D::kGroupsOfWarp, D::kGroups);
   }
 }
