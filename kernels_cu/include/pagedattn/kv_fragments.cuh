@@ -55,8 +55,10 @@ template <DType Cache> __device__ __forceinline__ uint32_t load_codes_4(const un
 }
 
 // What the kernels that attend share: fragments of one io type, one cache type.
-template <DType IoType, DType Cache> struct Fragments {
+// p . v is of ValueType: codes take fewer instructions to float16 than to bfloat16, and weights of at most 2^8 fit it.
+template <DType IoType, DType Cache, DType ValueType = IoType> struct Fragments {
   using Io = element_t<IoType>;
+  using Value = element_t<ValueType>;
   static constexpr bool kCodes = is_quantized(Cache);
   // N-tiles of 8 columns that one values() call yields.
   static constexpr int kValueTiles = kCodes ? 4 : 2;
@@ -83,8 +85,9 @@ template <DType IoType, DType Cache> struct Fragments {
     if constexpr (!kCodes) {
       ptx::ldmatrix_x4(a, s_first);
     } else {
-      const uint32_t* s_upper = reinterpret_cast<const uint32_t*>(s_first);
-      const uint32_t* s_lower = reinterpret_cast<const uint32_t*>(s_first + 8 * stride);
+      // One word at a time: pairs would be loaded in one, and then moved for each product, whose operand has them in another order.
+      const volatile uint32_t* s_upper = reinterpret_cast<const volatile uint32_t*>(s_first);
+      const volatile uint32_t* s_lower = reinterpret_cast<const volatile uint32_t*>(s_first + 8 * stride);
       a[0] = s_upper[0];
       a[1] = s_lower[0];
       a[2] = s_upper[1];
@@ -131,8 +134,8 @@ template <DType IoType, DType Cache> struct Fragments {
         const uint32_t even = load_codes_4<Cache>(s_row, 32 * group);
         const uint32_t odd = load_codes_4<Cache>(s_row + stride, 32 * group);
         // Bytes of channel i of both keys side by side: (even 0, odd 0, even 1, odd 1) and (even 2, odd 2, even 3, odd 3).
-        convert_codes_4<Io, Cache>(ptx::byte_permute(even, odd, 0x5140), b[0][half], b[1][half]);
-        convert_codes_4<Io, Cache>(ptx::byte_permute(even, odd, 0x7362), b[2][half], b[3][half]);
+        convert_codes_4<Value, Cache>(ptx::byte_permute(even, odd, 0x5140), b[0][half], b[1][half]);
+        convert_codes_4<Value, Cache>(ptx::byte_permute(even, odd, 0x7362), b[2][half], b[3][half]);
       }
     }
   }

@@ -16,7 +16,7 @@ template <DType IoType, DType Cache, int kHeadSize> struct QueryShape {
 // Returns what the dot products must be multiplied by to count the key scale. A scale per tensor is that factor. Scales
 // per channel are folded into q, relative to the largest of them so that q stays in the range of its type.
 // All threads of the CTA call it; the rows are there after a barrier. kAsync: rows that are stored as they are come by cp.async, and
-// the wait for it must precede the barrier.
+// a wait for it must precede the barrier.
 template <DType IoType, DType Cache, int kHeadSize, int kRows, int kThreads, bool kAsync = false, class RowOf>
 __device__ __forceinline__ float load_query_tile(unsigned char* s_query, const KvCache& keys, int kv_head, const RowOf& row_of) {
   using Io = element_t<IoType>;
@@ -38,9 +38,9 @@ __device__ __forceinline__ float load_query_tile(unsigned char* s_query, const K
     const int row = i / kVectors;
     const int channel = i % kVectors * 8;
     const Io* g_row = static_cast<const Io*>(row_of(row));
-    if (kAsync && !per_channel && is_aligned(g_row, 16)) {
-      const bool exists = g_row != nullptr && channel < kHeadSize;
-      ptx::cp_async<16>(s_query + row * Shape::kStride + 2 * channel, exists ? g_row + channel : keys.data, exists ? 16 : 0);
+    if (kAsync && !per_channel && g_row != nullptr && is_aligned(g_row, 16)) {
+      const bool exists = channel < kHeadSize;
+      ptx::cp_async<16>(s_query + row * Shape::kStride + 2 * channel, exists ? g_row + channel : g_row, exists ? 16 : 0);
       continue;
     }
     Vector16 v{};

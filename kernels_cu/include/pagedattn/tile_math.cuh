@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply_value_group(float (&acc)[kMTiles][kTile
   for (int n = 0; n < F::kValueTiles; ++n) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
-      ptx::mma_m16n8k16<typename F::Io>(acc[m][at + n], p[m], b[n][0], b[n][1]);
+      ptx::mma_m16n8k16<typename F::Value>(acc[m][at + n], p[m], b[n][0], b[n][1]);
     }
   }
 }
@@ -72,12 +72,12 @@ __device__ __forceinline__ void multiply_values(float (&acc)[kMTiles][kTiles][4]
   }
 }
 
-// Probabilities of one 16-key block as the A operand of p . v, rounded to the io type.
-template <class Io> __device__ __forceinline__ void pack_probabilities(uint32_t (&p)[4], const float (&left)[4], const float (&right)[4]) {
-  p[0] = ptx::pack_2<Io>(left[0], left[1]);
-  p[1] = ptx::pack_2<Io>(left[2], left[3]);
-  p[2] = ptx::pack_2<Io>(right[0], right[1]);
-  p[3] = ptx::pack_2<Io>(right[2], right[3]);
+// Probabilities of one 16-key block as the A operand of p . v, rounded to its type.
+template <class Value> __device__ __forceinline__ void pack_probabilities(uint32_t (&p)[4], const float (&left)[4], const float (&right)[4]) {
+  p[0] = ptx::pack_2<Value>(left[0], left[1]);
+  p[1] = ptx::pack_2<Value>(left[2], left[3]);
+  p[2] = ptx::pack_2<Value>(right[0], right[1]);
+  p[3] = ptx::pack_2<Value>(right[2], right[3]);
 }
 
 // Maximum of a row's scores in this lane. `half` is 0 for row g, 1 for row g + 8.

@@ -140,6 +140,7 @@ template <WideShape W> __device__ __forceinline__ void wide_softmax(float (&scor
 template <WideShape W>
 __device__ __forceinline__ void wide_values(WideRows<W>& rows, const typename Wide<W>::Tiles& tiles, int i, bool differ) {
   using D = Wide<W>;
+  constexpr int kStride = D::Tiles::ValueShape::kStride;
   unsigned char* s_values = tiles.value_tile(i);
   if (differ) {
     const uint32_t mapped = tiles.mapped_blocks();
@@ -154,8 +155,7 @@ __device__ __forceinline__ void wide_values(WideRows<W>& rows, const typename Wi
   for (int block = 0; block < W.tile_keys / 16; ++block) {
     uint32_t p[1][4];
     D::F::probabilities(p[0], D::s_probabilities(), D::kProbabilityStride, 16 * D::row_tile(), block);
-    multiply_values<typename D::F>(rows.acc, p, D::F::values_lane(s_values, D::Tiles::ValueShape::kStride), D::Tiles::ValueShape::kStride, 16 * block,
-                                   D::column() * D::kGroupsOfWarp, D::kGroups);
+    multiply_values<typename D::F>(rows.acc, p, D::F::values_lane(s_values, kStride), kStride, 16 * block, D::column() * D::kGroupsOfWarp, D::kGroups);
   }
 }
 
