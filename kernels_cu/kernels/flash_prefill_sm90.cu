@@ -1,6 +1,7 @@
 // flash_prefill_sm90.cu: attention of whole prompts, chunks and mixed batches on Hopper's tensor cores. Bound by arithmetic.
 //
-//   grid    x: CTAs that stay; each takes every gridDim.x-th piece of work, alternately from the left and from the right
+//   grid    x: CTAs that stay; each takes every gridDim.x-th piece of work, alternately from the left and from the right, of
+//           sequences with one tile of tokens and of longer ones, mixed
 //   work    (kv head, tile of tokens with all query heads of the group), a sequence's last tokens, which see most keys, first
 //   CTA     a warp that loads queries, one keys, one values, one that leaves; with a quantized cache a warpgroup that widens its
 //           codes; S.warpgroups warpgroups compute on 64 rows each
@@ -30,6 +31,7 @@
 #include <pagedattn/key_fragments.cuh>
 #include <pagedattn/kv_accessor.cuh>
 #include <pagedattn/mask.cuh>
+#include <pagedattn/ptx/ldmatrix.cuh>
 #include <pagedattn/ptx/mbarrier.cuh>
 #include <pagedattn/ptx/setmaxnreg.cuh>
 #include <pagedattn/ptx/tma.cuh>
@@ -40,14 +42,13 @@
 #include <pagedattn/warpgroup_rows.cuh>
 
 struct FlashPrefillSm90Spec {
-  DType io;         // of query and output
-  DType cache;      // the same, or codes
+  DType io;        // of query and output
+  DType cache;     // the same, or codes
   int head_size;
-  int tile_kv;      // keys of a tile, 64 or 128
+  int tile_kv;     // keys of a tile, 64 or 128
   int stages;
-  int code_stages;  // 0 without codes
-  int warpgroups;   // that compute, 2 or 3
-  bool has_rules;   // softcap, attention_bias or a scale that is not positive
+  int warpgroups;  // that compute, 2 or 3
+  bool has_rules;  // softcap, attention_bias or a scale that is not positive
 };
 
 struct FlashPrefillSm90Params {
@@ -98,17 +99,21 @@ template <FlashPrefillSm90Spec S> struct Flash {
   static constexpr int kEightKeysBytes = kChannelGroups * kAtomBytes;
   static constexpr int kTileBytes = S.tile_kv / 8 * kEightKeysBytes;
   static constexpr int kCodeBytes = S.tile_kv * row_bytes_of(S.cache, S.head_size);  // of a tile
-  static constexpr int kLoadedStages = kCodes ? S.code_stages : S.stages;
+  static constexpr int kCodeStages = kCodes ? S.stages : 0;
   static constexpr int kLoadedBytes = kCodes ? kCodeBytes : kTileBytes;
+  static constexpr int kShortKeys = S.tile_kv == 128 ? 64 : S.tile_kv;  // of the first tile to be computed, if it has no more
   static constexpr int kUnits = S.head_size / 8;  // 16-byte units of a row of operands
+  // Products read the query from registers where these suffice: a third warpgroup, computing or widening, leaves too few.
+  static constexpr bool kHoldsQuery = !kCodes && S.warpgroups == 2 && S.head_size <= 192;
   static constexpr int kFirstConsumer = kCodes ? 2 : 1;  // warpgroup
   static constexpr int kConsumerThreads = S.warpgroups * kWarpgroup;
   static constexpr int kThreads = kFirstConsumer * kWarpgroup + kConsumerThreads;
   // A CTA starts with the same multiple of 8 for each thread, and shares out no more than that.
   static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kLoadRegisters = kThreads == 3 * kWarpgroup ? 40 : 32;  // of the first warpgroups
+  static constexpr int kLoadRegisters = kCodes ? 24 : S.warpgroups == 3 ? 32 : 40;  // 24 spill, where work is found ahead of time
+  static constexpr int kWidenRegisters = kCodes ? 40 : 0;
   static constexpr int kComputeRegisters = S.warpgroups == 3 ? 160 : kCodes ? 224 : 232;
-  static_assert(kFirstConsumer * kLoadRegisters + S.warpgroups * kComputeRegisters <= kThreads / kWarpgroup * kStartRegisters,
+  static_assert(kLoadRegisters + kWidenRegisters + S.warpgroups * kComputeRegisters <= kThreads / kWarpgroup * kStartRegisters,
                 "more would wait forever");
 
   // Where the atoms of a key are in its tile.
@@ -133,10 +138,10 @@ template <FlashPrefillSm90Spec S> struct Shared {
   unsigned char* query;
   Tiles keys;                 // [stages], as the products read them
   Tiles values;
-  Tiles loaded_keys;          // [kLoadedStages], as the copy engine brings them: the same, or codes
+  Tiles loaded_keys;          // [stages], as the copy engine brings them: the same, or codes
   Tiles loaded_values;
   uint32_t* unmapped;         // [stages] bit i: block i of the key tile has nothing to see
-  uint32_t* loaded_unmapped;  // [kLoadedStages]
+  uint32_t* loaded_unmapped;  // [stages]
   uint64_t* query_full;
   uint64_t* query_empty;
   uint64_t* work_full;        // [2]
@@ -152,8 +157,8 @@ template <FlashPrefillSm90Spec S> struct Shared {
     query = take(S.warpgroups * F::kQueryBytes);
     keys.data = take(S.stages * F::kTileBytes);
     values.data = take(S.stages * F::kTileBytes);
-    loaded_keys.data = take(S.code_stages * F::kCodeBytes);
-    loaded_values.data = take(S.code_stages * F::kCodeBytes);
+    loaded_keys.data = take(F::kCodeStages * F::kCodeBytes);
+    loaded_values.data = take(F::kCodeStages * F::kCodeBytes);
     query_full = take_barriers(1);
     query_empty = take_barriers(1);
     work_full = take_barriers(2);
@@ -162,12 +167,12 @@ template <FlashPrefillSm90Spec S> struct Shared {
     keys.empty = take_barriers(S.stages);
     values.full = take_barriers(S.stages);
     values.empty = take_barriers(S.stages);
-    loaded_keys.full = take_barriers(S.code_stages);
-    loaded_keys.empty = take_barriers(S.code_stages);
-    loaded_values.full = take_barriers(S.code_stages);
-    loaded_values.empty = take_barriers(S.code_stages);
+    loaded_keys.full = take_barriers(F::kCodeStages);
+    loaded_keys.empty = take_barriers(F::kCodeStages);
+    loaded_values.full = take_barriers(F::kCodeStages);
+    loaded_values.empty = take_barriers(F::kCodeStages);
     unmapped = take_words(S.stages);
-    loaded_unmapped = take_words(S.code_stages);
+    loaded_unmapped = take_words(F::kCodeStages);
     work = reinterpret_cast<Work*>(s_next);
     if constexpr (!F::kCodes) {
       loaded_keys = keys;
@@ -184,16 +189,48 @@ __device__ __forceinline__ int warp_min(int x) {
 }
 __device__ __forceinline__ int warp_max(int x) { return -warp_min(-x); }
 
-// Walks over the work of all CTAs in order, 32 sequences at a time. Tokens that belong to no sequence are those of one more
-// sequence without keys.
+// The work of this CTA, one piece after the other. There are two lists: the work of sequences with one tile of tokens, whose keys are
+// read once, from memory, and that of longer ones, which find theirs in L2. A CTA takes every gridDim.x-th piece of either,
+// alternately from the left and from the right, and mixes the two evenly. Each CTA begins elsewhere in the mixture, so that memory
+// and tensor cores are busy at once. Tokens that belong to no sequence are those of one more sequence without keys.
 struct WorkList {
+  // A walk over one of the lists, 32 sequences at a time.
+  struct Walk {
+    int chunk = -1;        // lane l has to do with sequence 32 chunk + l
+    int tiles_before = 0;  // of earlier chunks
+    int tiles_until = 0;   // of this chunk, up to and with this lane's sequence
+    int round = 0;
+  };
+
   const SequenceTable& table;
   const BlockTable& blocks;
   int tile_tokens;
   int kv_num_heads;
-  int chunk = 0;         // lane l has to do with sequence 32 chunk + l
-  int tiles_before = 0;  // of earlier chunks
-  int tiles_until = 0;   // of this chunk, up to and with this lane's sequence
+  int rounds;         // of both lists
+  int single_rounds;  // of sequences with one tile
+  int left;           // rounds
+  int phase;          // goes up by single_rounds, and round and round below `rounds`: in a round of a single tile when it wraps
+  bool single = false;
+  Walk walk;   // of the list that `single` tells
+  Walk other;  // of the other one
+
+  __device__ __forceinline__ WorkList(const SequenceTable& sequences, const BlockTable& block_table, int tokens, int kv_heads)
+      : table(sequences), blocks(block_table), tile_tokens(tokens), kv_num_heads(kv_heads) {
+    int tiles = 0;
+    int singles = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x % kWarpSize; i <= table.batch_size; i += kWarpSize) {
+      const int own = tiles_of(i);
+      tiles += own;
+      singles += own == 1;
+    }
+    const int ctas = static_cast<int>(gridDim.x);
+    const auto rounds_of = [&](int x) { return ceil_div(__reduce_add_sync(kFullWarp, x) * kv_num_heads, ctas); };
+    single_rounds = rounds_of(singles);
+    rounds = left = single_rounds + rounds_of(tiles - singles);
+    const int cta = static_cast<int>(blockIdx.x);
+    phase = rounds / ctas * cta + rounds % ctas * cta / ctas;
+  }
 
   __device__ __forceinline__ int first_token_of(int index) const {
     return max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
@@ -202,32 +239,53 @@ struct WorkList {
     const int end = index == table.batch_size ? table.token_count : min_of(table.token_count, table.cumulative_sequence_length[index + 1]);
     return max_of(0, end - first_token_of(index));
   }
+  __device__ __forceinline__ int tiles_of(int index) const { return ceil_div(rows_of(index), tile_tokens); }
 
   __device__ __forceinline__ void read_chunk() {
-    const int index = kWarpSize * chunk + threadIdx.x % kWarpSize;
-    tiles_until = index <= table.batch_size ? ceil_div(rows_of(index), tile_tokens) : 0;
+    const int index = kWarpSize * walk.chunk + threadIdx.x % kWarpSize;
+    const int tiles = index <= table.batch_size ? tiles_of(index) : 0;
+    walk.tiles_until = single == (tiles == 1) ? tiles : 0;
 #pragma unroll 1  // each step written out would keep a predicate
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const int left = __shfl_up_sync(kFullWarp, tiles_until, distance);
-      if (threadIdx.x % kWarpSize >= distance) tiles_until += left;
+      const int left = __shfl_up_sync(kFullWarp, walk.tiles_until, distance);
+      if (threadIdx.x % kWarpSize >= distance) walk.tiles_until += left;
     }
   }
 
-  // Work number `index`, never less than in the call before; false when there is none. Fills all but the keys.
+  // The next piece of work, by a whole warp; false when there is none. Fills all but the keys.
+  __device__ __forceinline__ bool next(Work& work) {
+    while (left > 0) {
+      --left;
+      phase += single_rounds;
+      const bool wraps = phase >= rounds;
+      if (wraps) phase -= rounds;
+      if (wraps != single) {
+        single = wraps;
+        const Walk before = walk;
+        walk = other;
+        other = before;
+      }
+      const int round = walk.round++;
+      if (find(static_cast<int>(round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x)), work)) return true;
+    }
+    return false;
+  }
+
+  // Work number `index` of the list, never less than in the call before; false when there is none.
   __device__ __forceinline__ bool find(int index, Work& work) {
     const int tile = index / kv_num_heads;
     work.kv_head = index - tile * kv_num_heads;
     for (;;) {
-      const int in_chunk = __shfl_sync(kFullWarp, tiles_until, kWarpSize - 1);
-      if (tile - tiles_before < in_chunk) break;
-      if (kWarpSize * (chunk + 1) > table.batch_size) return false;
-      tiles_before += in_chunk;
-      ++chunk;
+      const int in_chunk = __shfl_sync(kFullWarp, walk.tiles_until, kWarpSize - 1);
+      if (tile - walk.tiles_before < in_chunk) break;
+      if (kWarpSize * (walk.chunk + 1) > table.batch_size) return false;
+      walk.tiles_before += in_chunk;
+      ++walk.chunk;
       read_chunk();
     }
-    const int lane = __ffs(__ballot_sync(kFullWarp, tile - tiles_before < tiles_until)) - 1;
-    const int from_end = __shfl_sync(kFullWarp, tiles_until, lane) - 1 - (tile - tiles_before);
-    const int own = kWarpSize * chunk + lane;
+    const int lane = __ffs(__ballot_sync(kFullWarp, tile - walk.tiles_before < walk.tiles_until)) - 1;
+    const int from_end = __shfl_sync(kFullWarp, walk.tiles_until, lane) - 1 - (tile - walk.tiles_before);
+    const int own = kWarpSize * walk.chunk + lane;
     const int rows = rows_of(own);
     work.sequence = min_of(own, table.batch_size - 1);
     work.first_row = from_end * tile_tokens;
@@ -249,10 +307,8 @@ __device__ __forceinline__ KeyRange keys_of_token(const SequenceTable& table, co
   return admitted_keys(rules, position, row, work.kv_len);
 }
 
-// Work number `index` as a whole warp finds it; without tokens when there is none.
-template <FlashPrefillSm90Spec S> __device__ __forceinline__ Work find_work(const FlashPrefillSm90Params& p, WorkList& list, int index) {
-  Work work;
-  if (!list.find(index, work)) work.tokens = 0;
+// Finds the keys of a piece of work, as a whole warp.
+template <FlashPrefillSm90Spec S> __device__ __forceinline__ void find_keys(const FlashPrefillSm90Params& p, Work& work) {
   int begin = 0x7fffffff;
   int end = 0;
 #pragma unroll 1
@@ -267,29 +323,23 @@ template <FlashPrefillSm90Spec S> __device__ __forceinline__ Work find_work(cons
   work.first_key = 0;
   work.tile_count = 0;
   if (work.keys.begin < work.keys.end) {
-    const int first = work.keys.begin / S.tile_kv;
-    work.first_key = first * S.tile_kv;
-    work.tile_count = (work.keys.end - 1) / S.tile_kv - first + 1;
+    work.first_key = work.keys.begin & -min_of(p.blocks.block_size, S.tile_kv);
+    work.tile_count = ceil_div(work.keys.end - work.first_key, S.tile_kv);
   }
-  return work;
-}
-
-// The CTA's work number `round` in the list of all.
-__device__ __forceinline__ int work_of_round(int round) {
-  return static_cast<int>(round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x));
 }
 
 // The warp that finds work and loads queries.
 template <FlashPrefillSm90Spec S> __device__ __forceinline__ void load_queries(const FlashPrefillSm90Params& p, const Shared<S>& shared) {
   using F = Flash<S>;
   const int tokens = kWarpgroupRows / p.group_size;  // of a warpgroup
-  WorkList list{p.sequences, p.blocks, S.warpgroups * tokens, p.kv_num_heads};
-  list.read_chunk();
+  WorkList list(p.sequences, p.blocks, S.warpgroups * tokens, p.kv_num_heads);
   Ring<2> works;
   Ring<1> queries;
 #pragma unroll 1
-  for (int round = 0;; ++round) {
-    const Work work = find_work<S>(p, list, work_of_round(round));
+  for (;;) {
+    Work work;
+    if (!list.next(work)) work.tokens = 0;
+    find_keys<S>(p, work);
     ptx::mbarrier_wait(shared.work_empty + works.stage, works.parity ^ 1);
     if (ptx::elect()) {
       shared.work[works.stage] = work;
@@ -324,7 +374,7 @@ __device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, cons
   const int head_step = kValues ? p.value_head_step : p.key_head_step;
   const Tiles& tiles = kValues ? shared.loaded_values : shared.loaded_keys;
   Ring<2> works;
-  Ring<F::kLoadedStages> ring;
+  Ring<S.stages> ring;
 
 #pragma unroll 1
   for (;; works.advance()) {
@@ -369,23 +419,25 @@ __device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, cons
   }
 }
 
-// Eight codes, a float8 or int8 each or a nibble, to float16 in their order.
-template <DType Cache> __device__ __forceinline__ Vector16 widen_8(const unsigned char* s_codes) {
+// Eight codes, a float8 or int8 each or a nibble.
+template <DType Cache> struct alignas(bits_of(Cache)) Codes8 { uint32_t word[bits_of(Cache) / 4]; };
+
+// To float16, in their order.
+template <DType Cache> __device__ __forceinline__ Vector16 widen_8(const Codes8<Cache>& codes) {
   Vector16 wide;
   if constexpr (Cache == DType::i4) {
     uint32_t pairs[4];  // codes i and i + 4
-    widen<Cache, false>(*reinterpret_cast<const uint32_t*>(s_codes), pairs);
+    widen<Cache, false>(codes.word[0], pairs);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       wide.word[i] = ptx::byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x5410);
       wide.word[i + 2] = ptx::byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x7632);
     }
   } else {
-    const uint64_t codes = *reinterpret_cast<const uint64_t*>(s_codes);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t pairs[2];
-      widen<Cache, false>(static_cast<uint32_t>(codes >> (32 * i)), pairs);
+      widen<Cache, false>(codes.word[i], pairs);
       wide.word[2 * i] = pairs[0];
       wide.word[2 * i + 1] = pairs[1];
     }
@@ -393,52 +445,73 @@ template <DType Cache> __device__ __forceinline__ Vector16 widen_8(const unsigne
   return wide;
 }
 
-// One tile of codes to operands, in 16-byte units of eight. Neighbouring lanes take neighbouring units, so that neither side has
-// bank conflicts: what a warp reads is dense, and eight lanes write a row of the swizzle, whose units are in eight groups of banks.
-template <FlashPrefillSm90Spec S, bool kValues>
-__device__ __forceinline__ void widen_tile(const Shared<S>& shared, const Ring<Flash<S>::kLoadedStages>& from, const Ring<S.stages>& to) {
+// The warpgroup that widens tiles between the copy engine and the products, in 16-byte units of eight channels. Neighbouring lanes
+// take neighbouring units, so that neither side has bank conflicts: what a warp reads is dense, and eight lanes write a row of the
+// swizzle, whose units are in eight groups of banks.
+template <FlashPrefillSm90Spec S> __device__ __forceinline__ void widen_tiles(const Shared<S>& shared) {
   using F = Flash<S>;
   constexpr int kRounds = S.tile_kv * F::kUnits / kWarpgroup;
-  const Tiles& codes = kValues ? shared.loaded_values : shared.loaded_keys;
-  const Tiles& tiles = kValues ? shared.values : shared.keys;
-  const unsigned char* s_codes = codes.data + from.stage * F::kCodeBytes;
-  unsigned char* s_tile = tiles.data + to.stage * F::kTileBytes;
-  ptx::mbarrier_wait(codes.full + from.stage, from.parity);
-  ptx::mbarrier_wait(tiles.empty + to.stage, to.parity ^ 1);
-  if (!kValues && threadIdx.x % kWarpgroup == 0) shared.unmapped[to.stage] = shared.loaded_unmapped[from.stage];
-#pragma unroll 4
-  for (int i = 0; i < kRounds; ++i) {
-    const int unit = i * kWarpgroup + threadIdx.x % kWarpgroup;
-    const int key = unit / F::kUnits;
-    *reinterpret_cast<Vector16*>(s_tile + F::row_offset(key) + F::unit_offset(key, unit % F::kUnits, F::kAtomBytes)) =
-        widen_8<S.cache>(s_codes + unit * bits_of(S.cache));
+  constexpr int kAhead = min_of(4, kRounds);  // rounds that are read before one is written, or each would wait for shared memory
+  constexpr int kPeriod = F::kUnits % 3 == 0 ? 3 : 1;  // rounds after which a thread has the same unit of a row again ...
+  constexpr int kPeriodKeys = kPeriod * kWarpgroup / F::kUnits;  // ... which is in the same place of its atom
+  static_assert(kPeriodKeys % 8 == 0, "whole atoms");
+  const int thread = threadIdx.x % kWarpgroup;
+  int target[kPeriod];
+#pragma unroll
+  for (int i = 0; i < kPeriod; ++i) {
+    const int unit = i * kWarpgroup + thread;
+    target[i] = F::row_offset(unit / F::kUnits) + F::unit_offset(unit / F::kUnits, unit % F::kUnits, F::kAtomBytes);
   }
-  ptx::fence_async_proxy();
-  __syncwarp();  // the whole warp's reads and stores come before the arrivals
-  if (threadIdx.x % kWarpSize == 0) {
-    ptx::mbarrier_arrive(codes.empty + from.stage);
-    ptx::mbarrier_arrive(tiles.full + to.stage);
-  }
-}
-
-// The warpgroup between the copy engine and the products.
-template <FlashPrefillSm90Spec S> __device__ __forceinline__ void widen_tiles(const Shared<S>& shared) {
   Ring<2> works;
-  Ring<Flash<S>::kLoadedStages> from;
-  Ring<S.stages> to;
+  Ring<S.stages> ring;
+  // Rows outside of [begin, end) become zeros.
+  const auto widen_tile = [&](const Tiles& codes, const Tiles& tiles, bool is_keys, int begin, int end) {
+    ptx::mbarrier_wait(codes.full + ring.stage, ring.parity);
+    ptx::mbarrier_wait(tiles.empty + ring.stage, ring.parity ^ 1);
+    if (is_keys && thread == 0) shared.unmapped[ring.stage] = shared.loaded_unmapped[ring.stage];
+    const Codes8<S.cache>* s_codes = reinterpret_cast<const Codes8<S.cache>*>(codes.data + ring.stage * F::kCodeBytes) + thread;
+    unsigned char* s_tile = tiles.data + ring.stage * F::kTileBytes;
+    Codes8<S.cache> units[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) units[i] = s_codes[i * kWarpgroup];
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const Vector16 wide = widen_8<S.cache>(units[i % kAhead]);
+      if (i + kAhead < kRounds) units[i % kAhead] = s_codes[(i + kAhead) * kWarpgroup];
+      *reinterpret_cast<Vector16*>(s_tile + target[i % kPeriod] + F::row_offset(i / kPeriod * kPeriodKeys)) = wide;
+    }
+    if (begin > 0 || end < S.tile_kv) {
+#pragma unroll 1
+      for (int unit = thread; unit < S.tile_kv * F::kUnits; unit += kWarpgroup) {  // each thread's own
+        const int key = unit / F::kUnits;
+        if (key >= begin && key < end) continue;
+        *reinterpret_cast<Vector16*>(s_tile + F::row_offset(key) + F::unit_offset(key, unit % F::kUnits, F::kAtomBytes)) = Vector16{};
+      }
+    }
+    ptx::fence_async_proxy();
+    __syncwarp();  // the whole warp's reads and stores come before the arrivals
+    if (threadIdx.x % kWarpSize == 0) {
+      ptx::mbarrier_arrive(codes.empty + ring.stage);
+      ptx::mbarrier_arrive(tiles.full + ring.stage);
+    }
+  };
 #pragma unroll 1
   for (;; works.advance()) {
     ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
     const int tokens = shared.work[works.stage].tokens;
-    int tiles = shared.work[works.stage].tile_count;
+    int count = shared.work[works.stage].tile_count;
+    const int last_key = shared.work[works.stage].first_key + (count - 1) * S.tile_kv;  // the first of the last tile
+    int begin = shared.work[works.stage].keys.begin - last_key;
+    int end = shared.work[works.stage].keys.end - last_key;
     ptx::mbarrier_arrive(shared.work_empty + works.stage);
     if (tokens == 0) break;
 #pragma unroll 1
-    for (; tiles > 0; --tiles) {
-      widen_tile<S, false>(shared, from, to);
-      widen_tile<S, true>(shared, from, to);
-      from.advance();
-      to.advance();
+    for (; count > 0; --count) {
+      widen_tile(shared.loaded_keys, shared.keys, true, 0, S.tile_kv);
+      widen_tile(shared.loaded_values, shared.values, false, begin, end);
+      ring.advance();
+      begin += S.tile_kv;
+      end += S.tile_kv;
     }
   }
 }
@@ -466,14 +539,14 @@ template <FlashPrefillSm90Spec S> __device__ __noinline__ void repair(const Flas
   using Row = PlainRow<S.io, S.cache, S.head_size, S.head_size>;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup - F::kFirstConsumer;
   const int first_row = static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize * 16;
-  WorkList list{p.sequences, p.blocks, S.warpgroups * (kWarpgroupRows / p.group_size), p.kv_num_heads};
-  list.read_chunk();
+  WorkList list(p.sequences, p.blocks, S.warpgroups * (kWarpgroupRows / p.group_size), p.kv_num_heads);
   __syncwarp();  // the rows that other lanes have written are visible
 #pragma unroll 1
-  for (int round = 0;; ++round) {
-    if ((rounds >> (round % 32) & 1u) == 0) continue;
-    const Work work = find_work<S>(p, list, work_of_round(round));
-    if (work.tokens == 0) break;
+  for (uint32_t round = 1;; round = round << 1 | round >> 31) {
+    Work work;
+    if (!list.next(work)) break;
+    if ((rounds & round) == 0) continue;
+    find_keys<S>(p, work);
     const KvHead<S.cache> value_head(p.value_cache, work.kv_head);
     const Values<S.cache, S.head_size> values{value_head, p.blocks, work.sequence};
 #pragma unroll 1
@@ -511,6 +584,8 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   using Math = typename F::Math;
   static constexpr int kScores = S.tile_kv / 2;
   static constexpr int kOutputs = S.head_size / 2;
+  static constexpr int kNoRow = -1;
+  static constexpr int kIdle = -2;  // nor has the warpgroup any
 
   const FlashPrefillSm90Params& p;
   const Shared<S>& shared;
@@ -523,8 +598,9 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   Ring<S.stages> value_ring{};
   Work work{};
   KeyRange admitted[2];
-  int place[2];    // 64 x token in the work + head in the group, of the lane's rows; -1: the row does not exist
+  int place[2];    // 64 x token in the work + head in the group, of the lane's rows; negative: the row does not exist
   float scale[2];  // of q . k; to base 2 unless rules come between
+  uint32_t held_query[F::kHoldsQuery ? S.head_size / 16 : 1][4];
 
   __device__ __forceinline__ Consumer(const FlashPrefillSm90Params& params, const Shared<S>& s)
       : p(params), shared(s), warpgroup(static_cast<int>(threadIdx.x) / kWarpgroup - F::kFirstConsumer) {
@@ -537,17 +613,28 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     ptx::mbarrier_wait(shared.query_full, query_ring.parity);
     query_ring.advance();
     if constexpr (F::kCodes) scale_query();
+    if constexpr (F::kHoldsQuery) {
+      const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % 16;
+      const unsigned char* s_row = shared.query + warpgroup * F::kQueryBytes + row / 8 * F::kAtomBytes;
+#pragma unroll
+      for (int step = 0; step < S.head_size / 16; ++step) {
+        ptx::ldmatrix_x4(held_query[step], s_row + F::unit_offset(row, 2 * step + threadIdx.x % kWarpSize / 16, F::kQueryGroupBytes));
+      }
+      __syncwarp();
+      release(shared.query_empty);
+    }
   }
 
-  __device__ __forceinline__ bool exists(int half) const { return place[half] >= 0; }
   __device__ __forceinline__ int token_of(int half) const { return place[half] / kWarpgroupRows; }
+  __device__ __forceinline__ bool exists(int half) const { return place[half] >= 0; }
   __device__ __forceinline__ int head_of(int half) const { return work.kv_head * p.group_size + place[half] % kWarpgroupRows; }
 
   __device__ __forceinline__ void set_rows() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowPlace found = place_of_row(work, warpgroup, row_of_lane(half), p.group_size);
-      place[half] = found.exists ? kWarpgroupRows * found.token + found.head : -1;
+      place[half] = found.exists ? kWarpgroupRows * found.token + found.head : kNoRow;
+      if (warpgroup * (kWarpgroupRows / p.group_size) >= work.tokens) place[half] = kIdle;
       admitted[half] = exists(half) ? keys_of_token(p.sequences, p.rules, work, found.token) : KeyRange{0, 0};
       scale[half] = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
     }
@@ -624,30 +711,39 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(s_empty);
   }
 
-  __device__ __forceinline__ void multiply_keys(float (&scores)[kScores]) {
+  // The first keys of a tile, as many as there are scores.
+  template <int kCount> __device__ __forceinline__ void multiply_keys(float (&scores)[kCount]) {
     const uint64_t tile = ptx::descriptor_at(keys, key_ring.stage * F::kTileBytes);
 #pragma unroll
     for (int step = 0; step < S.head_size / 16; ++step) {
       const int group = step / (F::kGroupChannels / 16);
       const int byte = step % (F::kGroupChannels / 16) * 32;
-      ptx::wgmma<Math, false>(scores, ptx::descriptor_at(query, group * F::kQueryGroupBytes + byte),
-                            ptx::descriptor_at(tile, group * F::kAtomBytes + byte), step != 0);
+      const uint64_t channels = ptx::descriptor_at(tile, group * F::kAtomBytes + byte);
+      if constexpr (F::kHoldsQuery) {
+        ptx::wgmma<Math, false>(scores, held_query[step], channels, step != 0);
+      } else {
+        ptx::wgmma<Math, false>(scores, ptx::descriptor_at(query, group * F::kQueryGroupBytes + byte), channels, step != 0);
+      }
     }
     ptx::wgmma_commit();
   }
 
+  // The first keys of a tile, as many as there are weights of a row.
+  template <int kKeys = S.tile_kv>
   __device__ __forceinline__ void multiply_values(float (&acc)[kOutputs], const uint32_t (&weights)[kScores / 8][4], bool accumulate) {
     const uint64_t tile = ptx::descriptor_at(values, value_ring.stage * F::kTileBytes);
 #pragma unroll
-    for (int step = 0; step < S.tile_kv / 16; ++step) {
+    for (int step = 0; step < kKeys / 16; ++step) {
       ptx::wgmma<Math, true>(acc, weights[step], ptx::descriptor_at(tile, step * 2 * F::kEightKeysBytes), step != 0 || accumulate);
     }
     ptx::wgmma_commit();
   }
 
-  // Waits for the value tile, and clears rows that no token admits but that came with a block. Other blocks came as zeros.
+  // Waits for the value tile, and clears rows that no token admits but that came with a block. Other blocks came as zeros. Tiles
+  // that were widened are clear.
   __device__ __forceinline__ void wait_values(int first_key) {
     ptx::mbarrier_wait(shared.values.full + value_ring.stage, value_ring.parity);
+    if constexpr (F::kCodes) return;
     const int block_keys = min_of(p.blocks.block_size, S.tile_kv);
     const int begin = max_of(work.keys.begin - first_key, 0);
     const int end = min_of(work.keys.end - first_key, S.tile_kv);
@@ -670,11 +766,11 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   static __device__ __forceinline__ int own_keys_below(int key) { return (key >> 3) * 2 + min_of(key & 7, 2); }
 
   // `unmapped` is lane 0's, and 0 in the others.
-  __device__ __forceinline__ void mask(float (&scores)[kScores], int first_key, uint32_t unmapped) const {
+  template <int kCount> __device__ __forceinline__ void mask(float (&scores)[kCount], int first_key, uint32_t unmapped) const {
     bool whole = unmapped == 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      whole = whole && (!exists(half) || (admitted[half].begin <= first_key && first_key + S.tile_kv <= admitted[half].end));
+      whole = whole && (!exists(half) || (admitted[half].begin <= first_key && admitted[half].end - first_key >= 2 * kCount));
     }
     if (__all_sync(kFullWarp, whole)) return;
     // Bit m of these words is the lane's key 8 (m / 2) + 2 (lane % 4) + m % 2 of the tile: four bits a block of 16.
@@ -689,7 +785,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const uint32_t seen = mapped & low_bits(own_keys_below(admitted[half].end - first)) & ~low_bits(own_keys_below(admitted[half].begin - first));
 #pragma unroll
-      for (int i = 2 * half; i < kScores; i += 4) {
+      for (int i = 2 * half; i < kCount; i += 4) {
         if ((seen >> (i / 4 * 2) & 1u) == 0) scores[i] = negative_infinity();
         if ((seen >> (i / 4 * 2 + 1) & 1u) == 0) scores[i + 1] = negative_infinity();
       }
@@ -697,13 +793,13 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   }
 
   // Scores in base 2 where a rule comes between the product and softmax.
-  __device__ __forceinline__ void apply_rules(float (&scores)[kScores], int first_key) const {
+  template <int kCount> __device__ __forceinline__ void apply_rules(float (&scores)[kCount], int first_key) const {
     const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Io* g_bias = exists(half) ? bias_row_of<Io>(p.rules, work.sequence, head_of(half), work.first_row + token_of(half)) : nullptr;
 #pragma unroll
-      for (int i = 2 * half; i < kScores; i += 4) {
+      for (int i = 2 * half; i < kCount; i += 4) {
 #pragma unroll
         for (int j = i; j < i + 2; ++j) {
           const int key = first + i / 4 * 8 + j % 2;
@@ -721,7 +817,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   }
 
   // After the products of a tile are complete: frees its stage, masks.
-  __device__ __forceinline__ void finish_scores(float (&scores)[kScores], int i, uint32_t unmapped) {
+  template <int kCount> __device__ __forceinline__ void finish_scores(float (&scores)[kCount], int i, uint32_t unmapped) {
     const int first_key = work.first_key + i * S.tile_kv;
     release(shared.keys.empty + key_ring.stage);
     key_ring.advance();
@@ -729,50 +825,77 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     mask(scores, first_key, unmapped);
   }
 
-  // Takes what finish_scores leaves of a row to base 2.
-  __device__ __forceinline__ float factor_of(int half) const { return S.has_rules ? 1.0f : scale[half]; }
+  // Takes what finish_scores leaves of a row to base 2. A row that does not exist is multiplied with what happens to lie behind the
+  // queries: 0, lest it move the references of its warp.
+  __device__ __forceinline__ float factor_of(int half) const { return !exists(half) ? 0.0f : S.has_rules ? 1.0f : scale[half]; }
 
-  __device__ __forceinline__ void attend(float (&acc)[kOutputs], RowPair& rows) {
-    float scores[kScores];
-    uint32_t weights[kScores / 8][4];
+  // Weights of the first tile to be computed, whose first kKeys keys are all that is admitted.
+  template <int kKeys>
+  __device__ __forceinline__ void begin(uint32_t (&weights)[kScores / 8][4], RowPair& rows, const float (&factor)[2]) {
+    float scores[kKeys / 2];
     float rescale[2];
-
-    int i = work.tile_count - 1;
-    const float factor[2] = {factor_of(0), factor_of(1)};
-    uint32_t unmapped = wait_keys();
+    const uint32_t unmapped = wait_keys();
     ptx::wgmma_fence();
     multiply_keys(scores);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    if (i == 0) release(shared.query_empty);
+    const int i = work.tile_count - 1;
+    if (!F::kHoldsQuery && i == 0) release(shared.query_empty);
     finish_scores(scores, i, unmapped);
     weigh(scores, rows, factor, rescale);
+#pragma unroll
+    for (int j = 0; j < kKeys / 4; ++j) weights[j / 4][j % 4] = ptx::pack_2<Math>(scores[2 * j], scores[2 * j + 1]);
+#pragma unroll
+    for (int j = kKeys / 4; j < kScores / 2; ++j) weights[j / 4][j % 4] = 0;
+  }
+
+  // The products of tile i's values, of which the first kKeys have weights, and of tile i - 1's keys; then weights of the latter.
+  template <int kKeys>
+  __device__ __forceinline__ void advance(float (&acc)[kOutputs], uint32_t (&weights)[kScores / 8][4], RowPair& rows,
+                                          const float (&factor)[2], int i, bool accumulate) {
+    float scores[kScores];
+    float rescale[2];
+    const uint32_t unmapped = wait_keys();
+    wait_values(work.first_key + i * S.tile_kv);
+    wait_turn();
+    ptx::hold(acc);
+    ptx::wgmma_fence();
+    multiply_keys(scores);
+    multiply_values<kKeys>(acc, weights, accumulate);
+    pass_turn();
+
+    ptx::wgmma_wait<1>();
+    ptx::hold(scores);
+    if (!F::kHoldsQuery && i == 1) release(shared.query_empty);
+    finish_scores(scores, i - 1, unmapped);
+    const bool moved = weigh(scores, rows, factor, rescale);
+
+    ptx::wgmma_wait<0>();
+    ptx::hold(acc);
+    release(shared.values.empty + value_ring.stage);
+    value_ring.advance();
     pack_weights<Math>(weights, scores);
+    if (moved) scale_rows(acc, rescale);
+  }
 
+  __device__ __forceinline__ void attend(float (&acc)[kOutputs], RowPair& rows) {
+    const float factor[2] = {factor_of(0), factor_of(1)};
+    uint32_t weights[kScores / 8][4];
+
+    int i = work.tile_count - 1;
     bool accumulate = false;
+    if (F::kShortKeys < S.tile_kv && work.keys.end - work.first_key - i * S.tile_kv <= F::kShortKeys) {
+      begin<F::kShortKeys>(weights, rows, factor);
+      if (i > 0) {
+        advance<F::kShortKeys>(acc, weights, rows, factor, i--, accumulate);
+        accumulate = true;
+      }
+    } else {
+      begin<S.tile_kv>(weights, rows, factor);
+    }
     for (; i > 0; --i) {
-      unmapped = wait_keys();
-      wait_values(work.first_key + i * S.tile_kv);
-      wait_turn();
-      ptx::hold(acc);
-      ptx::wgmma_fence();
-      multiply_keys(scores);
-      multiply_values(acc, weights, accumulate);
-      pass_turn();
+      advance<S.tile_kv>(acc, weights, rows, factor, i, accumulate);
       accumulate = true;
-
-      ptx::wgmma_wait<1>();
-      ptx::hold(scores);
-      if (i == 1) release(shared.query_empty);
-      finish_scores(scores, i - 1, unmapped);
-      const bool moved = weigh(scores, rows, factor, rescale);
-
-      ptx::wgmma_wait<0>();
-      ptx::hold(acc);
-      release(shared.values.empty + value_ring.stage);
-      value_ring.advance();
-      pack_weights<Math>(weights, scores);
-      if (moved) scale_rows(acc, rescale);
     }
 
     wait_values(work.first_key);
@@ -783,6 +906,23 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     ptx::hold(acc);
     release(shared.values.empty + value_ring.stage);
     value_ring.advance();
+  }
+
+  // What a warpgroup without rows does instead: lets the tiles, and its turns, pass.
+  __device__ __forceinline__ void let_pass() {
+    if (!F::kHoldsQuery) release(shared.query_empty);
+    for (int i = work.tile_count; i > 0; --i) {
+      ptx::mbarrier_wait(shared.keys.full + key_ring.stage, key_ring.parity);
+      release(shared.keys.empty + key_ring.stage);
+      key_ring.advance();
+      ptx::mbarrier_wait(shared.values.full + value_ring.stage, value_ring.parity);
+      release(shared.values.empty + value_ring.stage);
+      value_ring.advance();
+      if (i > 1) {
+        wait_turn();
+        pass_turn();
+      }
+    }
   }
 
   // Returns whether a hidden value may have spoilt one of the warp's rows.
@@ -824,7 +964,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     if (warpgroup == S.warpgroups - 1) pass_turn();  // the first turn is the first warpgroup's
     uint32_t spoilt_rounds = 0;
     uint32_t round = 1;  // as a bit
-    for (Ring<2> works;; works.advance()) {
+    for (Ring<2> works;; works.advance(), round = round << 1 | round >> 31) {
       ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
       work = shared.work[works.stage];
       ptx::mbarrier_arrive(shared.work_empty + works.stage);
@@ -835,9 +975,14 @@ template <FlashPrefillSm90Spec S> struct Consumer {
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
       RowPair rows;
-      if (work.tile_count > 0) attend(acc, rows);
+      if (work.tile_count > 0) {
+        if (!__all_sync(kFullWarp, place[0] == kIdle)) {
+          attend(acc, rows);
+        } else {
+          let_pass();
+        }
+      }
       if (write(acc, rows)) spoilt_rounds |= round;
-      round = round << 1 | round >> 31;
     }
     if (warpgroup == 0) wait_turn();  // no barrier is left half full
     if constexpr (F::kSpoils) {
@@ -851,7 +996,7 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
   static_assert(S.head_size % 32 == 0 && S.head_size <= 256, "acc of 64 rows must fit the registers of a warpgroup");
   static_assert(S.tile_kv == 64 || S.tile_kv == 128, "a tile is made of whole blocks or lies in one; blocks are powers of two");
   static_assert(S.io == DType::f16 || S.io == DType::bf16, "wgmma with 16-bit operands");
-  static_assert(S.cache == S.io || (is_quantized(S.cache) && S.code_stages > 0), "what the cache holds is read as it is, or widened");
+  static_assert(S.cache == S.io || is_quantized(S.cache), "what the cache holds is read as it is, or widened");
   using F = Flash<S>;
   const Shared<S> shared;
   if (threadIdx.x == 0) {
@@ -870,12 +1015,12 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
         ptx::mbarrier_init(tiles.empty + i, readers);
       }
     };
-    constexpr int kWarpsOfWarpgroup = kWarpgroup / kWarpSize;
-    init(shared.keys, S.stages, F::kCodes ? kWarpsOfWarpgroup : 1, S.warpgroups * kWarpsOfWarpgroup);
-    init(shared.values, S.stages, F::kCodes ? kWarpsOfWarpgroup : 1, S.warpgroups * kWarpsOfWarpgroup);
+    constexpr int kWideningWarps = kWarpgroup / kWarpSize;
+    init(shared.keys, S.stages, F::kCodes ? kWideningWarps : 1, F::kConsumerThreads / kWarpSize);
+    init(shared.values, S.stages, F::kCodes ? kWideningWarps : 1, F::kConsumerThreads / kWarpSize);
     if constexpr (F::kCodes) {
-      init(shared.loaded_keys, S.code_stages, 1, kWarpsOfWarpgroup);
-      init(shared.loaded_values, S.code_stages, 1, kWarpsOfWarpgroup);
+      init(shared.loaded_keys, F::kCodeStages, 1, kWideningWarps);
+      init(shared.loaded_values, F::kCodeStages, 1, kWideningWarps);
     }
     ptx::mbarrier_init_fence();
   }
@@ -893,7 +1038,7 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
     }
   } else if (F::kCodes && threadIdx.x < 2 * kWarpgroup) {
     if constexpr (F::kCodes) {
-      ptx::decrease_registers<F::kLoadRegisters>();
+      ptx::decrease_registers<F::kWidenRegisters>();
       widen_tiles<S>(shared);
     }
   } else {

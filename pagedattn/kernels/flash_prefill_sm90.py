@@ -32,7 +32,6 @@ class FlashPrefillSm90Spec(Spec):
     head_size: int
     tile_kv: int
     stages: int
-    code_stages: int
     warpgroups: int
     has_rules: bool
 
@@ -58,9 +57,7 @@ PARAMS = params(
 
 # (tile_kv, warpgroups) by head size: as many rows as the registers of acc and scores allow.
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
-# (tiles that the products read, tiles of codes) in flight, the best that fits.
-STAGES = ((4, 0), (3, 0), (2, 0))
-CODE_STAGES = ((4, 4), (3, 3), (2, 2), (2, 1))
+STAGES = (4, 3, 2)  # tiles in flight, and as many of codes; the best that fits
 
 
 def threads(spec: FlashPrefillSm90Spec) -> int:
@@ -71,8 +68,9 @@ def threads(spec: FlashPrefillSm90Spec) -> int:
 def shared_bytes(spec: FlashPrefillSm90Spec) -> int:
     """Queries, the stages of key and value tiles, barriers, and room to start on a multiple of the swizzle's period."""
     rows = spec.warpgroups * ROWS + spec.stages * 2 * spec.tile_kv
-    codes = spec.code_stages * 2 * spec.tile_kv * spec.head_size * spec.cache.bits // 8
-    stages = spec.stages + spec.code_stages
+    code_stages = spec.stages if spec.cache.is_quantized else 0
+    codes = code_stages * 2 * spec.tile_kv * spec.head_size * spec.cache.bits // 8
+    stages = spec.stages + code_stages
     barriers = 8 * (6 + 4 * stages) + 4 * stages + 2 * WORK_BYTES
     return rows * spec.head_size * 2 + codes + barriers + ALIGNMENT_BYTES
 
@@ -91,10 +89,7 @@ def choose(io: DType, cache: DType, head_size: int, has_rules: bool, shared_limi
     tile_kv, warpgroups = (64, 2) if has_rules else SHAPES[head_size]
     if cache.is_quantized:
         warpgroups = 2  # one more widens
-    specs = [
-        FlashPrefillSm90Spec(io, cache, head_size, tile_kv, stages, code_stages, warpgroups, has_rules)
-        for stages, code_stages in (CODE_STAGES if cache.is_quantized else STAGES)
-    ]
+    specs = [FlashPrefillSm90Spec(io, cache, head_size, tile_kv, stages, warpgroups, has_rules) for stages in STAGES]
     return next(spec for spec in specs if shared_bytes(spec) <= shared_limit)
 
 

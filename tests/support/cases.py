@@ -464,6 +464,7 @@ CORNER = _distinct(
         Case(lengths=((9, 0), (3, 1), (0, 0), (5, 3), (0, 0)), sink=True),
         Case(lengths=tuple((b % 7, b % 3) for b in range(257)), head_size=16),
         Case(lengths=tuple((b % 5, 1) for b in range(513)), head_size=8, group_size=1, kv_num_heads=1),
+        Case(kv_num_heads=4, group_size=8, lengths=(*((7 * b % 40, 1) for b in range(40)), (5, 50), (30, 1), (0, 70))),
         Case(lengths=((40, 12),), positions="tree", bias="1H", window=8),
         Case(lengths=((300, 64),), positions="tree", bias="11"),
         Case(lengths=((40, 12), (3, 1)), unmapped=True, sink=True, window=20),
