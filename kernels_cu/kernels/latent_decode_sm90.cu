@@ -2,11 +2,11 @@
 // head, and its first 512 channels are the value; a tile of 64 of them is brought once and serves both products.
 //
 //   grid    x: CTAs that stay, and take a piece of work whenever they have finished one
-//   work    (row tile, split of its keys): whole splits first, then the last splits of sequences, the longer half before the rest
-//   CTA     warp 0 finds work, warps 1 and 2 load tiles, warp 3 leaves; two warpgroups compute, each for half of the channels
+//   work    (row tile, split of its keys): whole splits first, then the last splits of sequences, the longer ones before the others
+//   CTA     warp 0 finds work, warps 1 and 2 load tiles, warp 3 queries; two warpgroups compute, each for half of the channels
 //   reads   query once a split; each latent row that some token of the tile admits once a row tile
 //   writes  output and lse where the tile has one split or none; else acc and lse of this split (combine_splits.cu)
-//   smem    | queries: 64 rows | tile of warpgroup 0 | tile of warpgroup 1 | barriers, Work |
+//   smem    | queries: 64 rows | tile of warpgroup 0 | tile of warpgroup 1 | barriers, Work | sequences |
 //
 // Warpgroup w computes the weights of every second tile, those that lie in its buffer, and the output channels of half w from all
 // tiles, so each tile's weights go from one warpgroup to the other, thread to thread, through the rope channels of the tile,
@@ -28,6 +28,7 @@
 //   Lengths that enter the mask are read here; host bounds only size the grid and the splits.
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/kv_accessor.cuh>
+#include <pagedattn/ptx/cp_async.cuh>
 #include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/ptx/mbarrier.cuh>
 #include <pagedattn/ptx/setmaxnreg.cuh>
@@ -50,6 +51,7 @@ struct LatentDecodeSm90Params {
   KvCache key_cache;    // the same array, for rows that are attended again
   const void* query;    // [token_count, num_heads, kHeadSize], rows query_stride apart, on multiples of 16 bytes
   int64_t query_stride; // elements
+  int query_is_new;     // the kernel ahead writes the query
   int* next_work;       // [1], 0 before the launch
   SequenceTable sequences;
   BlockTable blocks;
@@ -79,6 +81,8 @@ constexpr int kOutputs = kValueSize / 2 / 2;
 constexpr int kConsumerThreads = 2 * kWarpgroup;
 constexpr int kConsumerWarps = kWarpgroup / kWarpSize;  // of a warpgroup
 constexpr int kThreads = kWarpgroup + kConsumerThreads;
+constexpr int kListedSequences = 512;  // of which what the list of work needs is kept in shared memory
+constexpr int kLastRanks = 16;         // classes of last splits by their length
 constexpr int kLoadRegisters = 56;
 constexpr int kComputeRegisters = 224;
 static_assert(kLoadRegisters + 2 * kComputeRegisters <= 3 * (65536 / kThreads / 8 * 8), "more would wait forever");
@@ -101,6 +105,13 @@ struct Work {
   bool differs;     // some token hides a key that another one admits
 };
 
+// What the list of work has to know of a sequence.
+struct SequenceWork {
+  int tiles;   // of rows
+  int splits;  // at most so many for each of them
+  int rank;    // of the last ones
+};
+
 struct Shared {
   unsigned char* query;
   unsigned char* tiles;   // [2]
@@ -109,11 +120,14 @@ struct Shared {
   uint64_t* work_full;    // [2]
   uint64_t* work_empty;   // [2]
   uint64_t* loads_issued; // of a work
+  uint64_t* query_full;
+  uint64_t* query_empty;
   uint32_t* unmapped;     // [2] bit i: block i of the tile has nothing to see
   float* reference;       // [2][64] that the weights in a tile are relative to
-  float* sum;             // [2][64] of each warpgroup's weights
+  float* sum;             // [2 works][2][64] of each warpgroup's weights
   uint32_t* spoilt;       // [2][kConsumerWarps] bit i: row i of the warp's sixteen
   Work* work;             // [2] of this round and of the next
+  SequenceWork* listed;   // [kListedSequences]
 
   __device__ __forceinline__ Shared() {
     unsigned char* s_base = shared_memory<unsigned char>();
@@ -125,77 +139,85 @@ struct Shared {
     work_full = empty + 2 * kPieces;
     work_empty = work_full + 2;
     loads_issued = work_empty + 2;
-    unmapped = reinterpret_cast<uint32_t*>(loads_issued + 1);
+    query_full = loads_issued + 1;
+    query_empty = query_full + 1;
+    unmapped = reinterpret_cast<uint32_t*>(query_empty + 1);
     reference = reinterpret_cast<float*>(unmapped + 2);
     sum = reference + 2 * kWarpgroupRows;
-    spoilt = reinterpret_cast<uint32_t*>(sum + 2 * kWarpgroupRows);
+    spoilt = reinterpret_cast<uint32_t*>(sum + 4 * kWarpgroupRows);
     work = reinterpret_cast<Work*>(spoilt + 2 * kConsumerWarps);
+    listed = reinterpret_cast<SequenceWork*>(work + 2);
   }
 };
 
 // Where a piece of a tile starts. Half h holds channels of half h of the values.
 __device__ __forceinline__ constexpr int half_offset(int half) { return kRopeBytes + half * kHalfBytes; }
 
-// Walks over the work of all CTAs in order, 32 sequences at a time. The padding tokens are those of one more sequence.
+// Work of a sequence; the padding tokens are those of one more sequence.
+__device__ __forceinline__ SequenceWork work_of_sequence(const LatentDecodeSm90Params& p, int index) {
+  const SequenceTable& table = p.sequences;
+  if (index > table.batch_size) return {0, 1, 1};
+  const int split_size = p.partials.split_size;
+  const int begin = max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
+  int end = table.token_count;
+  int splits = 1;
+  int last = 0;
+  if (index < table.batch_size) {
+    const Sequence s = read_sequence(table, index, capacity_of(p.blocks));
+    end = max_of(begin, min_of(end, table.cumulative_sequence_length[index + 1]));
+    int span = s.kv_len;
+    const int window = p.rules.local_window_size;
+    if (window > 0 && table.query_positions == nullptr) {
+      // No token starts before the first one's window; and a row tile spans its tokens and a window.
+      if (s.past >= window) span -= (s.past - window + 1) / kKeyAlignment * kKeyAlignment;
+      const int64_t most = static_cast<int64_t>(window) + kWarpgroupRows / p.out.num_heads + kKeyAlignment + 1;
+      if (p.rules.is_causal && most < span) span = static_cast<int>(most);
+    }
+    if (span > 0) splits = min_of((span - 1) / split_size + 1, p.partials.split_count);
+    last = span - (splits - 1) * split_size;
+  }
+  const int shorter = max_of(0, split_size - last) / ceil_div(split_size, kLastRanks);
+  return {ceil_div((end - begin) * p.out.num_heads, kWarpgroupRows), splits, 1 + min_of(shorter, kLastRanks - 1)};
+}
+
+// Walks over the work of all CTAs in order, 32 sequences at a time.
 struct WorkList {
   const LatentDecodeSm90Params& p;
-  int rank = 0;   // 0: whole splits, 1: last splits of at least half the size, 2: the others
+  const SequenceWork* s_listed;
+  int rank = 0;   // 0: whole splits, else last splits, the longest ones first
   int chunk = 0;  // lane l has to do with sequence 32 chunk + l
-  int works_before = 0;
-  int tiles = 0;        // of this lane's sequence
-  int splits = 0;       // at most so many for each of them
-  int works_until = 0;  // of this rank and chunk, up to and with this lane's sequence
+  SequenceWork own{0, 1, 1};  // of that one
+  int works = 0;         // of this rank and this lane's sequence
+  int in_chunk = 0;      // of this rank and chunk
+  int works_before = 0;  // of earlier chunks and ranks
 
   __device__ __forceinline__ void read_chunk() {
-    const SequenceTable& table = p.sequences;
     const int index = kWarpSize * chunk + threadIdx.x % kWarpSize;
-    tiles = 0;
-    splits = 1;
-    int last = 0;
-    if (index <= table.batch_size) {
-      const int begin = max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
-      int end = table.token_count;
-      if (index < table.batch_size) {
-        const Sequence s = read_sequence(table, index, capacity_of(p.blocks));
-        end = max_of(begin, min_of(end, table.cumulative_sequence_length[index + 1]));
-        int span = s.kv_len;
-        const int window = p.rules.local_window_size;
-        if (window > 0 && table.query_positions == nullptr) {
-          // No token starts before the first one's window; and a row tile spans its tokens and a window.
-          if (s.past >= window) span -= (s.past - window + 1) / kKeyAlignment * kKeyAlignment;
-          const int64_t most = static_cast<int64_t>(window) + kWarpgroupRows / p.out.num_heads + kKeyAlignment + 1;
-          if (p.rules.is_causal && most < span) span = static_cast<int>(most);
-        }
-        if (span > 0) splits = min_of((span - 1) / p.partials.split_size + 1, p.partials.split_count);
-        last = span - (splits - 1) * p.partials.split_size;
+    own = index < kListedSequences ? s_listed[index] : work_of_sequence(p, index);
+    works = rank == 0 ? own.tiles * (own.splits - 1) : rank == own.rank ? own.tiles : 0;
+    in_chunk = __reduce_add_sync(kFullWarp, works);
+  }
+
+  // Work number `index`, never less than in the call before; false when there is none.
+  __device__ __forceinline__ bool find(int index, RowTile& tile, int& split) {
+    while (index - works_before >= in_chunk) {
+      works_before += in_chunk;
+      if (kWarpSize * ++chunk > p.sequences.batch_size) {
+        chunk = 0;
+        if (++rank > kLastRanks) return false;
       }
-      tiles = ceil_div((end - begin) * p.out.num_heads, kWarpgroupRows);
+      read_chunk();
     }
-    const int own_rank = 2 * last >= p.partials.split_size ? 1 : 2;
-    works_until = rank == 0 ? tiles * (splits - 1) : rank == own_rank ? tiles : 0;
+    int works_until = works;  // up to and with this lane's sequence
 #pragma unroll 1  // each step written out would keep a predicate
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
       const int left = __shfl_up_sync(kFullWarp, works_until, distance);
       if (threadIdx.x % kWarpSize >= distance) works_until += left;
     }
-  }
-
-  // Work number `index`, never less than in the call before; false when there is none.
-  __device__ __forceinline__ bool find(int index, RowTile& tile, int& split) {
-    for (;;) {
-      const int in_chunk = __shfl_sync(kFullWarp, works_until, kWarpSize - 1);
-      if (index - works_before < in_chunk) break;
-      works_before += in_chunk;
-      if (kWarpSize * ++chunk > p.sequences.batch_size) {
-        chunk = 0;
-        if (++rank == 3) return false;
-      }
-      read_chunk();
-    }
     const int lane = __ffs(__ballot_sync(kFullWarp, index - works_before < works_until)) - 1;
     const int from_end = __shfl_sync(kFullWarp, works_until, lane) - 1 - (index - works_before);
-    const int own_tiles = __shfl_sync(kFullWarp, tiles, lane);
-    const int own_splits = __shfl_sync(kFullWarp, splits, lane);
+    const int own_tiles = __shfl_sync(kFullWarp, own.tiles, lane);
+    const int own_splits = __shfl_sync(kFullWarp, own.splits, lane);
     // The row tiles of a split are neighbours, so that they read it from L2; those that see most keys come first.
     tile = row_tile_of(p.sequences, kWarpSize * chunk + lane, from_end % own_tiles, kWarpgroupRows, p.out.num_heads, capacity_of(p.blocks));
     split = rank == 0 ? from_end / own_tiles : own_splits - 1;
@@ -231,7 +253,7 @@ __device__ __forceinline__ bool find_work(const LatentDecodeSm90Params& p, WorkL
 
 // The warp that finds work.
 __device__ __forceinline__ void find_all_work(const LatentDecodeSm90Params& p, const Shared& shared) {
-  WorkList list{p};
+  WorkList list{p, shared.listed};
   list.read_chunk();
   Ring<2> works;
   Ring<1> issued;
@@ -244,6 +266,7 @@ __device__ __forceinline__ void find_all_work(const LatentDecodeSm90Params& p, c
     Work work;
     for (;;) {
       if (!first) {
+        ptx::wait_for_previous_kernel();  // which sets next_work to 0
         if (threadIdx.x % kWarpSize == 0) index = static_cast<int>(gridDim.x) + atomicAdd(p.next_work, 1);
         index = __shfl_sync(kFullWarp, index, 0);
       }
@@ -291,6 +314,7 @@ __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, cons
     };
 
     int entry = entry_of(own);
+    ptx::wait_for_previous_kernel();  // which writes the cache
     for (int i = own; i < tile_count; i += 2) {
       const int block = block_of_entry(p.blocks, entry);
       entry = entry_of(i + 2);  // on its way while this tile is waited for
@@ -321,6 +345,43 @@ __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, cons
     }
     if (lane == 0) ptx::mbarrier_arrive(shared.loads_issued);
     __syncwarp();
+  }
+}
+
+// The warp that loads the query rows of a work, when the products with those of the work before are complete; rows that do not
+// exist are zeros.
+template <LatentDecodeSm90Spec S>
+__device__ __forceinline__ void load_queries(const LatentDecodeSm90Params& p, const Shared& shared) {
+  using Io = element_t<S.io>;
+  constexpr int kUnits = kRowBytes / 16;  // of a row in a channel group; a lane has the same one in each
+  const int lane = threadIdx.x % kWarpSize;
+  Ring<2> works;
+  Ring<1> ring;
+
+  if (p.query_is_new != 0) ptx::wait_for_previous_kernel();
+  for (;; works.advance(), ring.advance()) {
+    ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+    const RowTile tile = shared.work[works.stage].tile;
+    ptx::mbarrier_arrive(shared.work_empty + works.stage);
+    if (tile.rows == 0) break;
+
+    ptx::mbarrier_wait(shared.query_empty, ring.parity ^ 1);
+#pragma unroll 2
+    for (int row = lane / kUnits; row < kWarpgroupRows; row += kWarpSize / kUnits) {
+      const bool exists = row < tile.rows;
+      const Io* g_unit = static_cast<const Io*>(p.query) + lane % kUnits * (16 / sizeof(Io));
+      if (exists) g_unit += tile.token(row) * p.query_stride + tile.head_in_group(row) * kHeadSize;
+      unsigned char* s_unit = shared.query + row * kRowBytes + (lane ^ row) % kUnits * 16;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        ptx::cp_async<16>(s_unit + group * kQueryGroupBytes, g_unit + group * kGroupChannels, exists ? 16 : 0);
+      }
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    ptx::fence_async_proxy();  // the tensor cores read them
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(shared.query_full);
   }
 }
 
@@ -357,6 +418,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
   const Shared& shared;
   uint32_t own_parity = 0;  // of the barriers of the own buffer
   uint32_t other_parity = 0;
+  float* s_sum = nullptr;  // [2][64] of the work
   const Work* work = nullptr;
   int first_key = 0;   // of tile 0 of the work
   int tile_count = 0;
@@ -373,26 +435,9 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
   __device__ __forceinline__ void release(int warpgroup, Piece piece) const {
     if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(shared.empty + warpgroup * kPieces + piece);
   }
-
-  // Query rows of the work into shared memory; rows that do not exist are zeros.
-  __device__ __forceinline__ void load_queries() const {
-    constexpr int kThreadsOfRow = kConsumerThreads / kWarpgroupRows;
-    const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
-    const int own_row = thread / kThreadsOfRow;
-    const bool exists = own_row < work->tile.rows;
-    const Io* g_row = static_cast<const Io*>(p.query);
-    if (exists) g_row += work->tile.token(own_row) * p.query_stride + work->tile.head_in_group(own_row) * kHeadSize;
-    unsigned char* s_row = shared.query + own_row * kRowBytes;
-    ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // the products with the queries of the work before are complete
-#pragma unroll 9
-    for (int i = 0; i < kHeadSize / 8 / kThreadsOfRow; ++i) {
-      const int vector = (i ^ own_row % 2) * kThreadsOfRow + thread % kThreadsOfRow;  // odd rows use the other banks
-      Vector16 value{};
-      if (exists) value = reinterpret_cast<const Vector16*>(g_row)[vector];
-      *reinterpret_cast<Vector16*>(s_row + vector / 8 * kQueryGroupBytes + ((vector ^ own_row) % 8) * 16) = value;
-    }
-    ptx::fence_async_proxy();
-    ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // the queries are visible to the tensor cores
+  // After the products of own tile i with the queries.
+  __device__ __forceinline__ void release_queries(int i) const {
+    if (i + 2 >= tile_count && threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(shared.query_empty);
   }
 
   // Products of the queries with a channel group of the own tile.
@@ -573,6 +618,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
       continue_scores(scores);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
+      release_queries(i);
       if (finish_scores(scores, weights, rows, rescale, i)) scale_rows(acc, rescale);
       multiply_values(acc, weights, 0);
       ptx::wgmma_wait<0>();
@@ -609,6 +655,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
       multiply_values(acc, weights, 0);
       ptx::wgmma_wait<1>();
       ptx::hold(scores);
+      release_queries(i);
       uint32_t own_weights[kTileKeys / 16][4];
       const bool moved = finish_scores(scores, own_weights, rows, rescale, i);
       ptx::wgmma_wait<0>();
@@ -635,7 +682,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] = group_sum<4>(rows.sum[half]);
-      if (threadIdx.x % 4 == 0) shared.sum[kOwn * kWarpgroupRows + row(half)] = sum[half];
+      if (threadIdx.x % 4 == 0) s_sum[kOwn * kWarpgroupRows + row(half)] = sum[half];
     }
     if (work->differs) {
       uint32_t spoilt = 0;
@@ -652,7 +699,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
     for (int half = 0; half < 2; ++half) {
       SoftmaxState state;
       if (rows.reference[half] != negative_infinity()) state.row_max = rows.reference[half] * score_factor();
-      state.row_sum = shared.sum[row(half)] + shared.sum[kWarpgroupRows + row(half)];
+      state.row_sum = s_sum[row(half)] + s_sum[kWarpgroupRows + row(half)];
       const SoftmaxResult result = finalize(state, negative_infinity());
       const bool exists = row(half) < work->tile.rows;
       const bool writes_lse = exists && kOwn == 0 && threadIdx.x % 4 == 0;
@@ -684,19 +731,22 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    for (Ring<2> works;; works.advance()) {
+    Ring<1> queries;
+    for (Ring<2> works;; works.advance(), queries.advance()) {
       ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
       work = shared.work + works.stage;
+      s_sum = shared.sum + works.stage * 2 * kWarpgroupRows;  // the other warpgroup may still read those of the work before
       if (work->tile.rows == 0) break;
       first_key = work->first_tile * kTileKeys;
       tile_count = work->tile_count;
-      load_queries();
 #pragma unroll
       for (int half = 0; half < 2; ++half) admitted[half] = keys_of_row(work->tile, row(half), p.sequences, p.rules, work->keys);
       float acc[kOutputs];
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
       RowPair rows;
+      ptx::mbarrier_wait(shared.query_full, queries.parity);
+      if (tile_count <= kOwn) release_queries(kOwn);
       if (tile_count > 0) {
         if constexpr (kOwn == 0) {
           lead(acc, rows);
@@ -728,13 +778,18 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_c
     }
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(shared.work_full + i, 1);
-      ptx::mbarrier_init(shared.work_empty + i, kConsumerThreads + 2 * kWarpSize);
+      ptx::mbarrier_init(shared.work_empty + i, kConsumerThreads + 3 * kWarpSize);
     }
     ptx::mbarrier_init(shared.loads_issued, 2);
+    ptx::mbarrier_init(shared.query_full, 1);
+    ptx::mbarrier_init(shared.query_empty, 2 * kConsumerWarps);
     ptx::mbarrier_init_fence();
   }
-  __syncthreads();  // the barriers are initialized for all threads
-  ptx::wait_for_previous_kernel();  // which writes the cache, next_work, and maybe the query
+  // Lengths, block table and maybe the query are read while the kernel ahead still writes the cache.
+  const int listed = min_of(kListedSequences, round_up(p.sequences.batch_size + 1, kWarpSize));
+  for (int i = threadIdx.x; i < listed; i += kThreads) shared.listed[i] = work_of_sequence(p, i);
+  __syncthreads();  // the barriers are initialized, and the sequences listed, for all threads
+  ptx::let_next_kernel_start();
 
   if (threadIdx.x < kWarpgroup) {
     ptx::decrease_registers<kLoadRegisters>();
@@ -743,9 +798,12 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_c
       find_all_work(p, shared);
     } else if (warp < 3) {
       load_tiles(p, shared, warp - 1);
+    } else {
+      load_queries<S>(p, shared);
     }
   } else {
     ptx::increase_registers<kComputeRegisters>();
+    ptx::wait_for_previous_kernel();  // spoilt rows are read again from the cache
     if (__shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0) == 1) {
       Consumer<S, 0>(p, shared).run();
     } else {

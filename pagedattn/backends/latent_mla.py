@@ -125,6 +125,7 @@ class _Hopper:
         partials = self.splits.partials(workspace + _COUNTER_BYTES)
         attention = self.kernel.launch(
             query,
+            query.pointer != tensors["query"].pointer,
             tensors["key_cache"],
             shared.sequences,
             shared.blocks,

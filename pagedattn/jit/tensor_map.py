@@ -12,6 +12,7 @@ from typing import Any
 from pagedattn.dtypes import BFLOAT16, FLOAT16, DType
 from pagedattn.errors import PagedAttentionError
 from pagedattn.jit import driver
+from pagedattn.problem import TensorInfo
 
 _DATA_TYPES = {FLOAT16: 6, BFLOAT16: 9}  # CUtensorMapDataType
 _BYTE = 0
@@ -19,9 +20,38 @@ _SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle by the bytes of the innermost 
 _NO_SWIZZLE = 0
 _NO_INTERLEAVE, _PROMOTE_256_BYTES, _ZEROS_OUTSIDE = 0, 3, 0
 
-MAX_EXTENT = 2**32
 MAX_STRIDE_BYTES = 2**40
 STRIDE_ALIGNMENT = 16
+
+
+def why_not_rows(
+    query: tuple[int, int], caches: tuple[TensorInfo, ...], head_bytes: int = STRIDE_ALIGNMENT
+) -> str | None:
+    """Reason why query rows cannot be read 16 bytes at a time, or caches not by maps in eights of tokens, or None.
+
+    Parameters
+    ----------
+    query : tuple of int
+        Address of the query rows, of 16-bit elements, and elements from one token to the next.
+    caches : tuple of TensorInfo
+        Caches of shape (num_blocks, block_size, kv_num_heads, head_size).
+    head_bytes : int
+        What bytes from one head to the next must be a multiple of.
+    """
+    address, stride = query
+    if address % 16 or stride % 8:
+        return "query rows do not start on multiples of 16 bytes"
+    for cache in caches:
+        block, token, head = (stride * cache.dtype.itemsize for stride in cache.strides[:3])
+        if cache.shape[2] == 1:
+            head = head_bytes  # nobody goes from one head to the next
+        if any(x % STRIDE_ALIGNMENT for x in (cache.pointer, block, token)) or head % head_bytes:
+            return f"cache rows do not start on multiples of {head_bytes} bytes within a token"
+        if min(block, token, head) <= 0:
+            return "the cache has a stride that is not positive"
+        if max(block, 8 * token, head) >= MAX_STRIDE_BYTES:
+            return "the cache has a stride that is too large"
+    return None
 
 
 @functools.cache

@@ -23,7 +23,6 @@ from pagedattn.kernels.layouts import (
     round_up,
 )
 
-MAX_HEAD_SIZE = 256
 ROW_TILE = 8
 MAX_ROWS = 32
 ANY_SPAN = 1 << 31  # keys

@@ -15,8 +15,6 @@ from pagedattn.jit.spec import Spec
 from pagedattn.kernels import wide_attention
 from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, SCORE_RULES, SEQUENCE_TABLE
 
-MAX_HEAD_SIZE = 1024
-
 
 @dataclass(frozen=True)
 class DenseSpec(Spec):

@@ -15,8 +15,6 @@ from pagedattn.jit.spec import Spec
 from pagedattn.kernels import wide_attention
 from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div
 
-MAX_HEAD_SIZE = 576
-
 
 @dataclass(frozen=True)
 class LatentSpec(Spec):

@@ -10,7 +10,7 @@ from pagedattn.dtypes import DType
 from pagedattn.jit import tensor_map as maps
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.launch import Executor, Function, Launch
-from pagedattn.jit.params import i64, params, ptr, tensor_map
+from pagedattn.jit.params import i32, i64, params, ptr, tensor_map
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import (
     BLOCK_TABLE,
@@ -29,7 +29,8 @@ ROWS = 64  # query rows, tokens times heads, of a CTA
 HEAD_SIZE, VALUE_SIZE = 576, 512
 TILE_KEYS = 64
 CHANNELS = 64  # of a channel group: a row of the swizzle
-BARRIER_BYTES = 1536  # barriers, references and sums of rows, and the descriptions of two pieces of work
+BARRIER_BYTES = 2048  # barriers, references and sums of rows, and the descriptions of two pieces of work
+LISTED_BYTES = 512 * 12  # what the list of work needs to know of sequences
 ALIGNMENT_BYTES = 1024  # the swizzle repeats after so many
 
 
@@ -48,6 +49,7 @@ PARAMS = params(
     key_cache=KV_CACHE,
     query=ptr,  # [token_count, num_heads, head_size], rows query_stride elements apart
     query_stride=i64,
+    query_is_new=i32,  # the kernel ahead writes the query
     next_work=ptr,  # int32 [1], 0 before the launch
     sequences=SEQUENCE_TABLE,
     blocks=BLOCK_TABLE,
@@ -68,8 +70,8 @@ def threads(spec: LatentDecodeSm90Spec) -> int:
 
 
 def shared_bytes(spec: LatentDecodeSm90Spec) -> int:
-    """Queries, two tiles, barriers, and room to start on a multiple of the swizzle's period."""
-    return (ROWS + 2 * TILE_KEYS) * HEAD_SIZE * 2 + BARRIER_BYTES + ALIGNMENT_BYTES
+    """Queries, two tiles, barriers, sequences, and room to start on a multiple of the swizzle's period."""
+    return (ROWS + 2 * TILE_KEYS) * HEAD_SIZE * 2 + BARRIER_BYTES + LISTED_BYTES + ALIGNMENT_BYTES
 
 
 KERNEL = Kernel(
@@ -153,17 +155,7 @@ def why_not_tensors(query: tuple[int, int], cache: TensorInfo) -> str | None:
     cache : TensorInfo
         The latent cache.
     """
-    address, stride = query
-    if address % 16 or stride % 8:
-        return "query rows do not start on multiples of 16 bytes"
-    block, token, _, _ = cache.strides
-    if cache.pointer % 16 or block % 8 or token % 8:
-        return "cache rows do not start on multiples of 16 bytes"
-    if min(block, token) <= 0:
-        return "the cache has a stride that is not positive"
-    if 2 * max(block, 8 * token) >= maps.MAX_STRIDE_BYTES:
-        return "the cache has a stride that is too large"
-    return None
+    return maps.why_not_rows(query, (cache,))
 
 
 class LatentSm90Kernel:
@@ -192,6 +184,7 @@ class LatentSm90Kernel:
     def launch(
         self,
         query: tuple[int, int],
+        query_is_new: bool,
         cache: TensorInfo,
         sequences: bytes,
         blocks: bytes,
@@ -202,13 +195,17 @@ class LatentSm90Kernel:
         split_count: int,
         next_work: int,
     ) -> Launch:
-        """Launch that attends; packed structs are those of `pagedattn.kernels.layouts`, ``next_work`` points to a 0."""
+        """Launch that attends; packed structs are those of `pagedattn.kernels.layouts`, ``next_work`` points to a 0.
+
+        ``query_is_new`` says that the launch ahead writes the query rows; else they are read while it still runs.
+        """
         packed = PARAMS.pack(
             half_map=self._map(cache, VALUE_SIZE // 2 // CHANNELS),
             rope_map=self._map(cache, 1),
             key_cache=key_cache,
             query=query[0],
             query_stride=query[1],
+            query_is_new=query_is_new,
             next_work=next_work,
             sequences=sequences,
             blocks=blocks,

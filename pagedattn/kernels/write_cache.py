@@ -15,7 +15,6 @@ from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, ROTARY, SEQUENCE_TABLE, ceil_div
 
 THREADS = 128
-MAX_HEAD_SIZE = 1024
 # A token's rows are spread over CTAs while there are few tokens, and looped over in one CTA when there are many.
 CTAS_WORTH_SPREADING = 4096
 
