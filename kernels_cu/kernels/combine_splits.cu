@@ -1,6 +1,7 @@
 // combine_splits.cu: merges the splits of each token and head, adds the sink once, and writes the result.
 //
-//   grid    x: token_count x num_heads    CTA  kWarps warps, each with a run of neighbouring splits
+//   grid    x: token_count x chunks of heads    CTA  kWarps warps, each with a head, or together with one and a run of neighbouring
+//           splits each
 //   reads   acc and lse of the splits that hold a key
 //   writes  output, lse; nothing for a token with one split or none, which its producer has finished
 //   smem    | acc of each warp | row_sum of each warp |
@@ -26,6 +27,7 @@ struct CombineParams {
   ScoreRules rules;
   Output out;
   Partials partials;
+  int heads_per_cta;  // kWarps, or 1 where CTAs are few
 };
 
 constexpr int kWarps = 4;
@@ -51,58 +53,90 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
   constexpr int kPairs = ceil_div(kWidth / 2, kWarpSize);  // of channels in a lane
   float2* s_acc = shared_memory<float2>();  // [kWarps, kWidth / 2]
   float* s_row_sum = reinterpret_cast<float*>(s_acc + kWarps * kWidth / 2);
-  const int token = static_cast<int>(blockIdx.x / p.out.num_heads);
-  const int head = static_cast<int>(blockIdx.x % p.out.num_heads);
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
+  const bool alone = p.heads_per_cta > 1;  // this warp, with its head
+  const int chunks = ceil_div(p.out.num_heads, p.heads_per_cta);
+  const int token = static_cast<int>(blockIdx.x / chunks);
+  const int head = static_cast<int>(blockIdx.x % chunks) * p.heads_per_cta + (alone ? warp : 0);
 
   const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
-  const int splits = sequence.is_active() ? plan_splits(p.partials, keys_of_plan(p, sequence, token, head)).count : 0;
+  const bool exists = head < p.out.num_heads && sequence.is_active();
+  const int splits = exists ? plan_splits(p.partials, keys_of_plan(p, sequence, token, head)).count : 0;
   ptx::wait_for_previous_kernel();  // which makes the parts
   if (splits <= 1) return;
 
+  const int64_t first_row = partial_row(p.partials, token, 0, p.out.num_heads, head);  // others follow num_heads rows apart
   const auto lse_of_split = [&](int split, int end) {
-    return split < end ? p.partials.lse[partial_row(p.partials, token, split, p.out.num_heads, head)] : negative_infinity();
+    return split < end ? p.partials.lse[first_row + static_cast<int64_t>(split) * p.out.num_heads] : negative_infinity();
   };
   SoftmaxState merged;
   for (int first = 0; first < splits; first += kWarpSize) merged.row_max = fmaxf(merged.row_max, lse_of_split(first + lane, splits));
   merged.row_max = group_max<kWarpSize>(merged.row_max);
 
+  // Runs are summed up by themselves, then added up: whoever does it, the bits are the same.
   const int run = splits <= kMergedSplits ? splits : ceil_div(splits, kWarps);
-  const int end = min_of(splits, (warp + 1) * run);
-  float2 acc[kPairs] = {};
-  for (int first = warp * run; first < end; first += kWarpSize) {
-    const float own_weight = merged.weight(lse_of_split(first + lane, end));
-    const int count = min_of(kWarpSize, end - first);
+  const auto add_run = [&](int begin, float2 (&acc)[kPairs]) {
+    float row_sum = 0.0f;
+    const int end = min_of(splits, begin + run);
+    for (int first = begin; first < end; first += kWarpSize) {
+      const float own_weight = merged.weight(lse_of_split(first + lane, end));
+      const int count = min_of(kWarpSize, end - first);
 #pragma unroll 8  // loads of several splits at a time: they are what this kernel waits for
-    for (int i = 0; i < count; ++i) {
-      const float weight = __shfl_sync(kFullWarp, own_weight, i);
-      merged.row_sum += weight;
-      const float2* g_acc = reinterpret_cast<const float2*>(
-          p.partials.acc + partial_row(p.partials, token, first + i, p.out.num_heads, head) * kWidth);
+      for (int i = 0; i < count; ++i) {
+        const float weight = __shfl_sync(kFullWarp, own_weight, i);
+        row_sum += weight;
+        const int64_t row = first_row + static_cast<int64_t>(first + i) * p.out.num_heads;
+        const float2* g_acc = reinterpret_cast<const float2*>(p.partials.acc + row * kWidth);
 #pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        const int pair = lane + j * kWarpSize;
-        if (2 * pair >= kWidth) continue;
-        const float2 part = g_acc[pair];
-        acc[j].x += weight * part.x;
-        acc[j].y += weight * part.y;
+        for (int j = 0; j < kPairs; ++j) {
+          const int pair = lane + j * kWarpSize;
+          if (2 * pair >= kWidth) continue;
+          const float2 part = g_acc[pair];
+          acc[j].x += weight * part.x;
+          acc[j].y += weight * part.y;
+        }
       }
     }
+    return row_sum;
+  };
+
+  const float sink = sink_of<Io>(p.out.head_sink, head);
+  Io* g_row = output_row<Io>(p.out, token, head, S.v_head_size);
+  if (alone) {
+    float2 total[kPairs] = {};
+    for (int begin = 0; begin < splits; begin += run) {
+      float2 acc[kPairs] = {};
+      merged.row_sum += add_run(begin, acc);
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        total[j].x += acc[j].x;
+        total[j].y += acc[j].y;
+      }
+    }
+    const SoftmaxResult result = finalize(merged, sink);
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const int pair = lane + j * kWarpSize;
+      if (2 * pair < kWidth) store_2(g_row, 2 * pair, S.v_head_size, total[j].x * result.factor, total[j].y * result.factor);
+    }
+    if (lane == 0) store_lse(p.out, token, head, result.lse);
+    return;
   }
+
+  float2 acc[kPairs] = {};
+  const float row_sum = add_run(warp * run, acc);
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
     const int pair = lane + j * kWarpSize;
     if (2 * pair < kWidth) s_acc[warp * (kWidth / 2) + pair] = acc[j];
   }
-  if (lane == 0) s_row_sum[warp] = merged.row_sum;
+  if (lane == 0) s_row_sum[warp] = row_sum;
   __syncthreads();  // acc and row_sum of all warps are visible to all threads
 
-  merged.row_sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) merged.row_sum += s_row_sum[w];
-  const SoftmaxResult result = finalize(merged, sink_of<Io>(p.out.head_sink, head));
-  Io* g_row = output_row<Io>(p.out, token, head, S.v_head_size);
+  const SoftmaxResult result = finalize(merged, sink);
   for (int pair = threadIdx.x; 2 * pair < kWidth; pair += kWarps * kWarpSize) {
     float2 sum{0.0f, 0.0f};
 #pragma unroll

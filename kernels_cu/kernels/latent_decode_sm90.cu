@@ -28,7 +28,6 @@
 //   Lengths that enter the mask are read here; host bounds only size the grid and the splits.
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/kv_accessor.cuh>
-#include <pagedattn/ptx/cp_async.cuh>
 #include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/ptx/mbarrier.cuh>
 #include <pagedattn/ptx/setmaxnreg.cuh>
@@ -48,15 +47,18 @@ struct LatentDecodeSm90Spec {
 struct LatentDecodeSm90Params {
   TensorMap half_map;   // [num_blocks, block_size / 8, channel groups, 8, kGroupChannels]; box [1, all or a tile's, kHalfGroups, all, all]
   TensorMap rope_map;   // the same array; box [1, all or a tile's, 1, all, all]
-  KvCache key_cache;    // the same array, for rows that are attended again
+  TensorMap query_map;  // [token_count, channel groups, num_heads, kGroupChannels]; box [1, 1, query_box, all]
+  KvCache key_cache;    // the cache, for rows that are attended again
   const void* query;    // [token_count, num_heads, kHeadSize], rows query_stride apart, on multiples of 16 bytes
   int64_t query_stride; // elements
+  int query_box;        // heads; divides num_heads and kWarpgroupRows
   int query_is_new;     // the kernel ahead writes the query
+  int reads_once;       // a tile is wanted by CTAs that run side by side, and then no more
   int* next_work;       // [1], 0 before the launch
   SequenceTable sequences;
   BlockTable blocks;
   ScoreRules rules;
-  Output out;
+  Output out;           // rows on multiples of 16 bytes
   Partials partials;    // of row tiles of kWarpgroupRows rows
 };
 
@@ -92,7 +94,7 @@ static_assert(kScores / 2 * 4 * kWarpgroup == kRopeBytes, "the weights of a tile
 enum Piece { kRope, kOwnHalf, kOtherHalf, kPieces };
 
 // Named barriers.
-enum Barrier { kNone, kWeights, kTile = kWeights + 2, kConsumers = kTile + 2 };  // kWeights and kTile: one for each warpgroup
+enum Barrier { kNone, kWeights, kTile = kWeights + 2, kConsumers = kTile + 2, kTurn };  // kWeights and kTile: one for each warpgroup
 
 // One piece of work. One thread writes it, every thread of the others reads it.
 struct Work {
@@ -292,6 +294,7 @@ __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, cons
   unsigned char* s_tile = shared.tiles + own * kTileBytes;
   uint64_t* s_full = shared.full + own * kPieces;
   uint64_t* s_empty = shared.empty + own * kPieces;
+  const uint64_t policy = p.reads_once != 0 ? ptx::evict_first_policy() : ptx::evict_normal_policy();
   Ring<2> works;
   Ring<1> ring;
 
@@ -338,7 +341,7 @@ __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, cons
         for (int part = 0; part < kTileKeys / kSmallestBlock; ++part) {
           if (part >= parts) break;
           const int from = __shfl_sync(kFullWarp, block, part);
-          if (issues) ptx::tma_load(s_piece + part * (bytes / parts), map, s_full + piece, 0, 0, group, eight, from);
+          if (issues) ptx::tma_load(s_piece + part * (bytes / parts), map, s_full + piece, policy, 0, 0, group, eight, from);
         }
       }
       ring.advance();
@@ -350,38 +353,35 @@ __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, cons
 
 // The warp that loads the query rows of a work, when the products with those of the work before are complete; rows that do not
 // exist are zeros.
-template <LatentDecodeSm90Spec S>
 __device__ __forceinline__ void load_queries(const LatentDecodeSm90Params& p, const Shared& shared) {
-  using Io = element_t<S.io>;
-  constexpr int kUnits = kRowBytes / 16;  // of a row in a channel group; a lane has the same one in each
-  const int lane = threadIdx.x % kWarpSize;
+  int zeros_from = kWarpgroupRows;  // row from which on there are zeros
   Ring<2> works;
-  Ring<1> ring;
 
   if (p.query_is_new != 0) ptx::wait_for_previous_kernel();
-  for (;; works.advance(), ring.advance()) {
+  for (;; works.advance()) {
     ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
     const RowTile tile = shared.work[works.stage].tile;
     ptx::mbarrier_arrive(shared.work_empty + works.stage);
     if (tile.rows == 0) break;
 
-    ptx::mbarrier_wait(shared.query_empty, ring.parity ^ 1);
-#pragma unroll 2
-    for (int row = lane / kUnits; row < kWarpgroupRows; row += kWarpSize / kUnits) {
-      const bool exists = row < tile.rows;
-      const Io* g_unit = static_cast<const Io*>(p.query) + lane % kUnits * (16 / sizeof(Io));
-      if (exists) g_unit += tile.token(row) * p.query_stride + tile.head_in_group(row) * kHeadSize;
-      unsigned char* s_unit = shared.query + row * kRowBytes + (lane ^ row) % kUnits * 16;
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        ptx::cp_async<16>(s_unit + group * kQueryGroupBytes, g_unit + group * kGroupChannels, exists ? 16 : 0);
+    ptx::mbarrier_wait(shared.query_empty, works.stage ^ 1);  // its parity changes with each work
+    for (int group = 0; group < kGroups; ++group) {
+      unsigned char* s_rows = shared.query + group * kQueryGroupBytes;
+      for (int at = tile.rows * kRowBytes + 16 * (threadIdx.x % kWarpSize); at < zeros_from * kRowBytes; at += 16 * kWarpSize) {
+        *reinterpret_cast<Vector16*>(s_rows + at) = Vector16{};
       }
     }
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
-    ptx::fence_async_proxy();  // the tensor cores read them
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.query_full);
+    zeros_from = tile.rows;
+    ptx::fence_async_proxy();
+    __syncwarp();  // the zeros of all lanes are there
+    if (!ptx::elect()) continue;
+    ptx::mbarrier_arrive_expect(shared.query_full, tile.rows * kGroups * kRowBytes);
+    for (int row = 0; row < tile.rows; row += p.query_box) {
+      for (int group = 0; group < kGroups; ++group) {
+        ptx::tma_load(shared.query + group * kQueryGroupBytes + row * kRowBytes, p.query_map, shared.query_full, 0, tile.head_in_group(row),
+                      group, tile.token(row));
+      }
+    }
   }
 }
 
@@ -409,16 +409,16 @@ __device__ __noinline__ void repair(const LatentDecodeSm90Params& p, const Work&
   }
 }
 
-// Warpgroup kOwn of those that compute: it owns the tiles kOwn, kOwn + 2, ... of a work, and half kOwn of the output channels.
-template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
+// A warpgroup that computes: number `own` owns the tiles own, own + 2, ... of a work, and half `own` of the output channels. What
+// it does for each tile is compiled for the one and the other (kOwn), what it does once a work is not: instructions that a CTA
+// meets for the first time come slowly.
+template <LatentDecodeSm90Spec S> struct Consumer {
   using Io = element_t<S.io>;
-  static constexpr int kOther = 1 - kOwn;
 
   const LatentDecodeSm90Params& p;
   const Shared& shared;
   uint32_t own_parity = 0;  // of the barriers of the own buffer
   uint32_t other_parity = 0;
-  float* s_sum = nullptr;  // [2][64] of the work
   const Work* work = nullptr;
   int first_key = 0;   // of tile 0 of the work
   int tile_count = 0;
@@ -426,6 +426,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
 
   __device__ __forceinline__ Consumer(const LatentDecodeSm90Params& params, const Shared& s) : p(params), shared(s) {}
 
+  __device__ __forceinline__ static int own() { return static_cast<int>(threadIdx.x) / kWarpgroup - 1; }
   __device__ __forceinline__ static int row(int half) { return row_of_lane(half); }
   __device__ __forceinline__ unsigned char* tile_of(int warpgroup) const { return shared.tiles + warpgroup * kTileBytes; }
 
@@ -449,6 +450,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
       ptx::wgmma<Io, false>(scores, ptx::descriptor_at(query, 32 * step), ptx::descriptor_at(keys, 32 * step), accumulate || step != 0);
     }
   }
+  template <int kOwn>
   __device__ __forceinline__ void multiply_key_half(float (&scores)[kScores], int half) const {
     const uint64_t keys =
         ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(tile_of(kOwn)) + half_offset(half), 16, kHalfGroups * kAtomBytes);
@@ -460,21 +462,24 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
   }
 
   // Issues the products with what comes first of tile i: rope channels and own half.
+  template <int kOwn>
   __device__ __forceinline__ void begin_scores(float (&scores)[kScores], int i) const {
     wait_piece(kOwn, kRope, own_parity);
     wait_piece(kOwn, kOwnHalf, own_parity);
-    clear_outside(i);
+    clear_outside<kOwn>(i);
     ptx::wgmma_fence();
     multiply_keys(scores, ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(tile_of(kOwn)), 16, kAtomBytes), kRopeGroup, false);
-    multiply_key_half(scores, kOwn);
+    multiply_key_half<kOwn>(scores, kOwn);
   }
+  template <int kOwn>
   __device__ __forceinline__ void continue_scores(float (&scores)[kScores]) const {
     wait_piece(kOwn, kOtherHalf, own_parity);
     ptx::wgmma_fence();
-    multiply_key_half(scores, kOther);
+    multiply_key_half<kOwn>(scores, 1 - kOwn);
   }
 
   // Clears rows of the own tile that no token of the work admits but that came with a block.
+  template <int kOwn>
   __device__ __forceinline__ void clear_outside(int i) const {
     const int tile_key = first_key + i * kTileKeys;
     const int begin = work->keys.begin - tile_key;
@@ -495,6 +500,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
     ptx::named_barrier_sync(kTile + kOwn, kWarpgroup);  // the zeros are there for the whole warpgroup
   }
 
+  template <int kOwn>
   __device__ __forceinline__ void mask(float (&scores)[kScores], int tile_key) const {
     uint32_t unmapped = threadIdx.x % kWarpSize == 0 ? shared.unmapped[kOwn] : 0;
     bool whole = unmapped == 0;
@@ -532,11 +538,12 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
   }
 
   // After the products of own tile i are complete: its weights, here and for the other warpgroup. Returns whether acc must be scaled.
+  template <int kOwn>
   __device__ __forceinline__ bool finish_scores(float (&scores)[kScores], uint32_t (&weights)[kTileKeys / 16][4], RowPair& rows,
                                                 float (&rescale)[2], int i) {
     const int tile_key = first_key + i * kTileKeys;
     if constexpr (S.has_rules) apply_rules(scores, tile_key);
-    mask(scores, tile_key);
+    mask<kOwn>(scores, tile_key);
     const float factor[2] = {score_factor(), score_factor()};
     const bool moved = weigh(scores, rows, factor, rescale);
     pack_weights<Io>(weights, scores);
@@ -558,9 +565,10 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
   }
 
   // Takes the weights of the other warpgroup's tile, and their reference. Returns whether that is a new one.
+  template <int kOwn>
   __device__ __forceinline__ bool receive(uint32_t (&weights)[kTileKeys / 16][4], float (&reference)[2], const RowPair& rows) {
-    ptx::named_barrier_sync(kWeights + kOther, kConsumerThreads);
-    const Vector16* s_weights = reinterpret_cast<const Vector16*>(tile_of(kOther)) + threadIdx.x % kWarpgroup;
+    ptx::named_barrier_sync(kWeights + 1 - kOwn, kConsumerThreads);
+    const Vector16* s_weights = reinterpret_cast<const Vector16*>(tile_of(1 - kOwn)) + threadIdx.x % kWarpgroup;
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
       const Vector16 word = s_weights[step * kWarpgroup];
@@ -568,10 +576,10 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
       for (int i = 0; i < 4; ++i) weights[step][i] = word.word[i];
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) reference[half] = shared.reference[kOther * kWarpgroupRows + row(half)];
+    for (int half = 0; half < 2; ++half) reference[half] = shared.reference[(1 - kOwn) * kWarpgroupRows + row(half)];
     __syncwarp();  // all lanes have read
-    release(kOther, kRope);
-    wait_piece(kOther, kOtherHalf, other_parity);  // long there, but its bytes have to be visible here too
+    release(1 - kOwn, kRope);
+    wait_piece(1 - kOwn, kOtherHalf, other_parity);  // long there, but its bytes have to be visible here too
     other_parity ^= 1;
     return __any_sync(kFullWarp, reference[0] != rows.reference[0] || reference[1] != rows.reference[1]);
   }
@@ -589,6 +597,7 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
   }
 
   // Issues acc += weights * own half of the values of a warpgroup's tile.
+  template <int kOwn>
   __device__ __forceinline__ void multiply_values(float (&acc)[kOutputs], const uint32_t (&weights)[kTileKeys / 16][4], int warpgroup) const {
     constexpr int kEightKeysBytes = kHalfGroups * kAtomBytes;
     const uint64_t values =
@@ -611,23 +620,24 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
     float rescale[2];
     float reference[2];
     for (int i = 0;; i += 2) {
-      begin_scores(scores, i);
+      begin_scores<0>(scores, i);
       ptx::wgmma_wait<1>();
       ptx::hold(acc);
       if (i > 0) release(1, kOtherHalf);
-      continue_scores(scores);
+      continue_scores<0>(scores);
       ptx::wgmma_wait<0>();
+      if (i + 1 < tile_count) ptx::named_barrier_arrive(kTurn, kConsumerThreads);
       ptx::hold(scores);
       release_queries(i);
-      if (finish_scores(scores, weights, rows, rescale, i)) scale_rows(acc, rescale);
-      multiply_values(acc, weights, 0);
+      if (finish_scores<0>(scores, weights, rows, rescale, i)) scale_rows(acc, rescale);
+      multiply_values<0>(acc, weights, 0);
       ptx::wgmma_wait<0>();
       ptx::hold(acc);
       release(0, kOwnHalf);
       if (i + 1 >= tile_count) break;
 
-      if (receive(weights, reference, rows)) adopt(reference, acc, rows);
-      multiply_values(acc, weights, 1);
+      if (receive<0>(weights, reference, rows)) adopt(reference, acc, rows);
+      multiply_values<0>(acc, weights, 1);
       if (i + 2 >= tile_count) {
         ptx::wgmma_wait<0>();
         ptx::hold(acc);
@@ -644,32 +654,34 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
     float rescale[2];
     float reference[2];
     for (int i = 1; i < tile_count; i += 2) {
-      begin_scores(scores, i);
-      continue_scores(scores);
+      // Both products with keys at a time would end at a time, and nothing would run under warpgroup 0's softmax.
+      ptx::named_barrier_sync(kTurn, kConsumerThreads);
+      begin_scores<1>(scores, i);
+      continue_scores<1>(scores);
       // Written twice, because acc may only be touched while no product at all is on its way.
-      if (receive(weights, reference, rows)) {
+      if (receive<1>(weights, reference, rows)) {
         ptx::wgmma_wait<0>();
         ptx::hold(scores);
         adopt(reference, acc, rows);
       }
-      multiply_values(acc, weights, 0);
+      multiply_values<1>(acc, weights, 0);
       ptx::wgmma_wait<1>();
       ptx::hold(scores);
       release_queries(i);
       uint32_t own_weights[kTileKeys / 16][4];
-      const bool moved = finish_scores(scores, own_weights, rows, rescale, i);
+      const bool moved = finish_scores<1>(scores, own_weights, rows, rescale, i);
       ptx::wgmma_wait<0>();
       ptx::hold(acc);
       release(0, kOtherHalf);
       if (moved) scale_rows(acc, rescale);
-      multiply_values(acc, own_weights, 1);
+      multiply_values<1>(acc, own_weights, 1);
       ptx::wgmma_wait<0>();
       ptx::hold(acc);
       release(1, kOwnHalf);
     }
     if (tile_count % 2 != 0) {
-      if (receive(weights, reference, rows)) adopt(reference, acc, rows);
-      multiply_values(acc, weights, 0);
+      if (receive<1>(weights, reference, rows)) adopt(reference, acc, rows);
+      multiply_values<1>(acc, weights, 0);
       ptx::wgmma_wait<0>();
       ptx::hold(acc);
       release(0, kOtherHalf);
@@ -678,11 +690,12 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
 
   // What this warpgroup has of the rows: its half of the channels.
   __device__ __forceinline__ void write(const float (&acc)[kOutputs], const RowPair& rows) const {
+    float* s_sum = shared.sum + (work - shared.work) * 2 * kWarpgroupRows;  // the other warpgroup may still read the last work's
     float sum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] = group_sum<4>(rows.sum[half]);
-      if (threadIdx.x % 4 == 0) s_sum[kOwn * kWarpgroupRows + row(half)] = sum[half];
+      if (threadIdx.x % 4 == 0) s_sum[own() * kWarpgroupRows + row(half)] = sum[half];
     }
     if (work->differs) {
       uint32_t spoilt = 0;
@@ -702,11 +715,11 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
       state.row_sum = s_sum[row(half)] + s_sum[kWarpgroupRows + row(half)];
       const SoftmaxResult result = finalize(state, negative_infinity());
       const bool exists = row(half) < work->tile.rows;
-      const bool writes_lse = exists && kOwn == 0 && threadIdx.x % 4 == 0;
+      const bool writes_lse = exists && own() == 0 && threadIdx.x % 4 == 0;
       const int token = work->tile.token(row(half));
       const int head = work->tile.head_in_group(row(half));
       if (work->split_count <= 1) {
-        Io* g_row = output_row<Io>(p.out, token, head, kValueSize) + kOwn * (kValueSize / 2);
+        Io* g_row = output_row<Io>(p.out, token, head, kValueSize) + own() * (kValueSize / 2);
         if (writes_lse) store_lse(p.out, token, head, result.lse);
 #pragma unroll
         for (int n = 0; n < kOutputs / 4; n += 4) {
@@ -716,11 +729,11 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
             word[i] = ptx::pack_2<Io>(acc[4 * (n + i) + 2 * half] * result.factor, acc[4 * (n + i) + 2 * half + 1] * result.factor);
           }
           transpose_4(word);  // eight neighbouring channels of n-tile n + t
-          if (exists) store_8(g_row + 8 * (n + threadIdx.x % 4), Vector16{{word[0], word[1], word[2], word[3]}});
+          if (exists) *reinterpret_cast<Vector16*>(g_row + 8 * (n + threadIdx.x % 4)) = Vector16{{word[0], word[1], word[2], word[3]}};
         }
       } else if (exists) {
         const int64_t at = partial_row(p.partials, token, work->split, p.out.num_heads, head);
-        float* g_row = p.partials.acc + at * partial_width(kValueSize) + kOwn * (kValueSize / 2) + 2 * (threadIdx.x % 4);
+        float* g_row = p.partials.acc + at * partial_width(kValueSize) + own() * (kValueSize / 2) + 2 * (threadIdx.x % 4);
         if (writes_lse) p.partials.lse[at] = lse_of(state);
 #pragma unroll
         for (int n = 0; n < kOutputs / 4; ++n) {
@@ -731,11 +744,9 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    Ring<1> queries;
-    for (Ring<2> works;; works.advance(), queries.advance()) {
+    for (Ring<2> works;; works.advance()) {
       ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
       work = shared.work + works.stage;
-      s_sum = shared.sum + works.stage * 2 * kWarpgroupRows;  // the other warpgroup may still read those of the work before
       if (work->tile.rows == 0) break;
       first_key = work->first_tile * kTileKeys;
       tile_count = work->tile_count;
@@ -745,10 +756,10 @@ template <LatentDecodeSm90Spec S, int kOwn> struct Consumer {
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
       RowPair rows;
-      ptx::mbarrier_wait(shared.query_full, queries.parity);
-      if (tile_count <= kOwn) release_queries(kOwn);
+      ptx::mbarrier_wait(shared.query_full, works.stage);  // whose parity changes with each work
+      if (tile_count <= own()) release_queries(own());
       if (tile_count > 0) {
-        if constexpr (kOwn == 0) {
+        if (__shfl_sync(kFullWarp, own(), 0) == 0) {  // the same in all lanes, visibly
           lead(acc, rows);
         } else {
           follow(acc, rows);
@@ -769,9 +780,10 @@ template <LatentDecodeSm90Spec S>
 __global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_constant__ LatentDecodeSm90Params p) {
   static_assert(S.io == DType::f16 || S.io == DType::bf16, "wgmma with 16-bit operands");
   const Shared shared;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == kThreads - kWarpSize) {  // of a warp that seldom lists sequences
     ptx::prefetch_tensor_map(p.half_map);
     ptx::prefetch_tensor_map(p.rope_map);
+    ptx::prefetch_tensor_map(p.query_map);
     for (int i = 0; i < 2 * kPieces; ++i) {
       ptx::mbarrier_init(shared.full + i, 1);
       ptx::mbarrier_init(shared.empty + i, kConsumerWarps);
@@ -799,15 +811,11 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_c
     } else if (warp < 3) {
       load_tiles(p, shared, warp - 1);
     } else {
-      load_queries<S>(p, shared);
+      load_queries(p, shared);
     }
   } else {
     ptx::increase_registers<kComputeRegisters>();
     ptx::wait_for_previous_kernel();  // spoilt rows are read again from the cache
-    if (__shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0) == 1) {
-      Consumer<S, 0>(p, shared).run();
-    } else {
-      Consumer<S, 1>(p, shared).run();
-    }
+    Consumer<S>(p, shared).run();
   }
 }

@@ -52,7 +52,7 @@ class LatentPlan:
         query = self.prologue.query(tensors, workspace)
         if self.hopper is None:
             return [self.prologue.launch(tensors, shared, workspace), *self.general.launches(query, shared, at)]
-        if latent_decode_sm90.why_not_tensors(query, tensors["key_cache"]) is None:
+        if latent_decode_sm90.why_not_tensors(query, tensors["key_cache"], tensors["output"].pointer) is None:
             attention = self.hopper.launches(query, tensors, shared, at)
         else:
             attention = self.general.launches(query, shared, at)

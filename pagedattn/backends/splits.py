@@ -71,8 +71,13 @@ class SplitPlan:
         """The launch that merges the parts of every token that has several, if any may; the others are finished."""
         if self.function is None:
             return []
-        packed = combine_splits.PARAMS.pack(
-            sequences=shared.sequences, blocks=shared.blocks, rules=shared.rules, out=shared.out, partials=partials
-        )
         p = self.problem
+        packed = combine_splits.PARAMS.pack(
+            sequences=shared.sequences,
+            blocks=shared.blocks,
+            rules=shared.rules,
+            out=shared.out,
+            partials=partials,
+            heads_per_cta=combine_splits.heads_per_cta(p.token_count, p.num_heads),
+        )
         return [combine_splits.launch(self.function, self.spec, p.token_count, p.num_heads, packed)]

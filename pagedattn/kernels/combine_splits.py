@@ -10,11 +10,13 @@ from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.launch import Launch
-from pagedattn.jit.params import params
+from pagedattn.jit.params import i32, params
 from pagedattn.jit.spec import Spec
-from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, round_up
+from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div, round_up
 
 WARPS = 4
+# With so many rows, heads share a CTA.
+CTAS_WORTH_SHARING = 4096
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ PARAMS = params(
     rules=SCORE_RULES,
     out=OUTPUT,
     partials=PARTIALS,
+    heads_per_cta=i32,
 )
 
 
@@ -45,9 +48,14 @@ def shared_bytes(spec: CombineSpec) -> int:
     return WARPS * 4 * (round_up(spec.v_head_size, 2) + 1)
 
 
+def heads_per_cta(token_count: int, num_heads: int) -> int:
+    """Heads of a token that a CTA merges: one while CTAs are few, else one for each warp."""
+    return WARPS if token_count * num_heads >= CTAS_WORTH_SHARING else 1
+
+
 def grid(token_count: int, num_heads: int) -> tuple[int, int, int]:
-    """CTAs of a launch."""
-    return token_count * num_heads, 1, 1
+    """CTAs of a launch; their heads are also a field of the Params."""
+    return token_count * ceil_div(num_heads, heads_per_cta(token_count, num_heads)), 1, 1
 
 
 KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes, waits_itself=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,10 +47,13 @@ PARAMS = params(
     "LatentDecodeSm90Params",
     half_map=tensor_map,
     rope_map=tensor_map,
+    query_map=tensor_map,
     key_cache=KV_CACHE,
     query=ptr,  # [token_count, num_heads, head_size], rows query_stride elements apart
     query_stride=i64,
+    query_box=i32,  # heads that one copy brings; divides num_heads and the rows of a tile
     query_is_new=i32,  # the kernel ahead writes the query
+    reads_once=i32,  # a tile is wanted by CTAs that run side by side, and then no more
     next_work=ptr,  # int32 [1], 0 before the launch
     sequences=SEQUENCE_TABLE,
     blocks=BLOCK_TABLE,
@@ -60,8 +64,11 @@ PARAMS = params(
 
 # A split costs what so many keys cost: its query, its part of the result, and the merge.
 SPLIT_KEYS = 160
-# Lengths differ, so no split is longer than half of a multiprocessor's share when all sequences have this many keys.
+# Lengths differ, so no split is longer than a multiprocessor's share when all sequences have this many keys.
 TYPICAL_KEYS = 4096
+
+# Row tiles of a sequence that run at about the same time: they share what one of them brings to L2.
+SIDE_BY_SIDE = 8
 
 
 def threads(spec: LatentDecodeSm90Spec) -> int:
@@ -111,8 +118,10 @@ def split_size(span: int, tiles: int, multiprocessors: int) -> int:
         Most row tiles.
     multiprocessors : int
     """
-    share = TYPICAL_KEYS * max(1.0, tiles / multiprocessors)
-    fewest = 1 if span <= share else ceil_div(span, int(share) // 2)
+    share = round_up(int(TYPICAL_KEYS * max(1.0, tiles / multiprocessors)), TILE_KEYS)
+    fewest = ceil_div(span, share)
+    if fewest > 1 and tiles * fewest >= multiprocessors:
+        return share  # the span is a bound, and what sequences have is left to the order of the work
 
     def cost(splits: int) -> float:
         rounds = ceil_div(tiles * splits, multiprocessors)
@@ -145,8 +154,8 @@ def why_not_problem(problem: Problem) -> str | None:
     return None
 
 
-def why_not_tensors(query: tuple[int, int], cache: TensorInfo) -> str | None:
-    """Reason why these arrays cannot be read, or None.
+def why_not_tensors(query: tuple[int, int], cache: TensorInfo, output: int) -> str | None:
+    """Reason why these arrays cannot be read and written, or None.
 
     Parameters
     ----------
@@ -154,7 +163,13 @@ def why_not_tensors(query: tuple[int, int], cache: TensorInfo) -> str | None:
         Address of the query rows, and elements from one token to the next.
     cache : TensorInfo
         The latent cache.
+    output : int
+        Address of the output.
     """
+    if not 0 < 2 * query[1] < maps.MAX_STRIDE_BYTES:
+        return "query rows are too far apart, or not in order"
+    if output % 16:
+        return "output rows do not start on multiples of 16 bytes"
     return maps.why_not_rows(query, (cache,))
 
 
@@ -180,6 +195,8 @@ class LatentSm90Kernel:
         self.span = key_span(p.kv_len_bound, p.local_window_size, p.num_heads, ordered)
         self.starts_at_0 = p.local_window_size <= 0
         self.split_size = split_size(self.span, self.tiles, executor.multiprocessors)
+        self.reads_once = self.tiles <= SIDE_BY_SIDE * p.batch_size
+        self.query_box = math.gcd(p.num_heads, ROWS)
 
     def launch(
         self,
@@ -202,10 +219,13 @@ class LatentSm90Kernel:
         packed = PARAMS.pack(
             half_map=self._map(cache, VALUE_SIZE // 2 // CHANNELS),
             rope_map=self._map(cache, 1),
+            query_map=self._query_map(query),
             key_cache=key_cache,
             query=query[0],
             query_stride=query[1],
+            query_box=self.query_box,
             query_is_new=query_is_new,
+            reads_once=self.reads_once,
             next_work=next_work,
             sequences=sequences,
             blocks=blocks,
@@ -215,6 +235,18 @@ class LatentSm90Kernel:
         )
         shape = grid(self.tiles, split_count, self.executor.multiprocessors)
         return Launch(self.function, shape, threads(self.spec), shared_bytes(self.spec), packed)
+
+    def _query_map(self, query: tuple[int, int]) -> bytes:
+        """[tokens, channel groups, heads, channels]; a box is some heads of a token and group."""
+        p = self.problem
+        address, stride = query
+        return maps.encode(
+            p.io_dtype,
+            address,
+            (CHANNELS, p.num_heads, HEAD_SIZE // CHANNELS, p.token_count),
+            (2 * HEAD_SIZE, 2 * CHANNELS, 2 * stride),
+            (CHANNELS, self.query_box, 1, 1),
+        )
 
     def _map(self, cache: TensorInfo, groups: int) -> bytes:
         """[blocks, block_size / 8, channel groups, 8, channels]; a box is what a tile has of a block in some groups."""

@@ -40,6 +40,28 @@ __device__ __forceinline__ void tma_load(void* s_target, const TensorMap& map, u
       : "memory");
 }
 
+// How long L2 keeps what a copy reads: gone first, or as long as anything.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// The same copy under a policy.
+__device__ __forceinline__ void tma_load(void* s_target, const TensorMap& map, uint64_t* s_barrier, uint64_t policy, int c0, int c1, int c2,
+                                         int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(s_target)),
+      "l"(&map), "r"(shared_address(s_barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
+      : "memory");
+}
+
 // Orders this thread's ordinary stores to shared memory before later reads by the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
