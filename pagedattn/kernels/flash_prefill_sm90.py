@@ -143,18 +143,7 @@ def why_not_tensors(query: tuple[int, int], caches: tuple[TensorInfo, TensorInfo
     head_bytes : int
         What bytes from one head to the next must be a multiple of.
     """
-    address, stride = query
-    if address % 16 or stride % 8:
-        return "query rows do not start on multiples of 16 bytes"
-    for cache in caches:
-        block, token, head = (stride * cache.dtype.itemsize for stride in cache.strides[:3])
-        if cache.pointer % 16 or block % 16 or token % 16 or (cache.shape[2] > 1 and head % head_bytes):
-            return f"cache rows do not start on multiples of {head_bytes} bytes within a token"
-        if min(block, token) <= 0 or (cache.shape[2] > 1 and head <= 0):
-            return "the cache has a stride that is not positive"
-        if max(block, 8 * token, head) >= maps.MAX_STRIDE_BYTES:
-            return "the cache has a stride that is too large"
-    return None
+    return maps.why_not_rows(query, caches, head_bytes)
 
 
 class PackedStructs(Protocol):
