@@ -24,7 +24,7 @@ struct DenseSpec {
   DType qk;  // type of output_qk
 
   __host__ __device__ constexpr WideShape wide() const {
-    return {io, cache, head_size, v_head_size, latent, row_tiles, column_warps, tile_keys, stages};
+    return {io, cache, head_size, v_head_size, latent, row_tiles, 1, column_warps, tile_keys, stages};
   }
 };
 
@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) dense_attention(c
 
   for (int i = 0; i < tiles.count; ++i) {
     tiles.advance(i);
-    float scores[1][D::kNTiles][4];
+    WideScores<W> scores;
     if (D::has_scores()) wide_scores(scores, rows, tiles, i, p.rules, factor, keys.every, tile, first_head);
-    wide_softmax(scores, rows);
+    wide_softmax(scores, rows, tiles, i);
     wide_values(rows, tiles, i, keys.differ() && !tiles.is_open(i, keys.every));
   }
   sum_rows(rows);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) dense_attention(c
     for (int i = 0; i < again.count; ++i) {
       again.advance(i);
       if (!D::has_scores()) continue;
-      float scores[1][D::kNTiles][4];
+      WideScores<W> scores;
       wide_scores(scores, rows, again, i, p.rules, factor, keys.every, tile, first_head);
       write_output_qk<S>(p, scores[0], rows, results, tile, first_head, again.key_of(i) + D::first_key(),
                          again.mapped_blocks() >> (D::first_key() / 16));

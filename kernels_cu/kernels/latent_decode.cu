@@ -1,7 +1,7 @@
 // latent_decode.cu: attention over a LATENT cache: one kv head whose rows are keys, and whose first v_head_size channels are
 // values too. A key tile is read once into shared memory and serves both products and all query heads.
 //
-//   grid    x: row tiles x split_count (row_tiles.cuh)     CTA  row_tiles x column_warps warps (wide_attention.cuh)
+//   grid    x: row tiles x split_count (row_tiles.cuh)     CTA  row_tiles / warp_tiles x column_warps warps (wide_attention.cuh)
 //   reads   query once a split; each latent row that the tile's tokens admit once
 //   writes  output and lse where the tile has one split or none; else acc and lse of this split (combine_splits.cu)
 //   smem    | queries | probabilities | row statistics | stages of latent rows |
@@ -16,12 +16,13 @@ struct LatentSpec {
   int head_size;
   int v_head_size;
   int row_tiles;
+  int warp_tiles;
   int column_warps;
   int tile_keys;
   int stages;
 
   __host__ __device__ constexpr WideShape wide() const {
-    return {io, cache, head_size, v_head_size, true, row_tiles, column_warps, tile_keys, stages};
+    return {io, cache, head_size, v_head_size, true, row_tiles, warp_tiles, column_warps, tile_keys, stages};
   }
 };
 
@@ -64,34 +65,34 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) latent_decode(con
 
   for (int i = 0; i < tiles.count; ++i) {
     tiles.advance(i);
-    float scores[1][D::kNTiles][4];
+    WideScores<W> scores;
     if (D::has_scores()) wide_scores(scores, rows, tiles, i, p.rules, p.rules.scale * key_scale, keys.every, tile, 0);
-    wide_softmax(scores, rows);
+    wide_softmax(scores, rows, tiles, i);
     wide_values(rows, tiles, i, keys.differ() && !tiles.is_open(i, keys.every));
   }
   sum_rows(rows);
 
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = D::row(half);
+  for (int own = 0; own < D::kLaneRows; ++own) {
+    const int row = D::row(own);
     if (row >= tile.rows) continue;
     const int token = tile.token(row);
     const int head = tile.head_in_group(row);
     const bool writes_lse = D::column() == 0 && threadIdx.x % 4 == 0;
     if (plan.count == 1) {
-      const SoftmaxResult result = finalize(rows.state[half], sink_of<Io>(p.out.head_sink, head));
+      const SoftmaxResult result = finalize(rows.state[own], sink_of<Io>(p.out.head_sink, head));
       Io* g_row = output_row<Io>(p.out, token, head, W.v_head_size);
-      for_values_of_row(rows, half, result.factor, p.key_cache, 0,
+      for_values_of_row(rows, own, result.factor, p.key_cache, 0,
                         [&](int channel, float first, float second) { store_2(g_row, channel, W.v_head_size, first, second); });
       if (writes_lse) store_lse(p.out, token, head, result.lse);
     } else {
       const int64_t at = partial_row(p.partials, token, split, p.out.num_heads, head);
-      const SoftmaxResult result = finalize(rows.state[half], negative_infinity());
+      const SoftmaxResult result = finalize(rows.state[own], negative_infinity());
       float* g_row = p.partials.acc + at * partial_width(W.v_head_size);
-      for_values_of_row(rows, half, result.factor, p.key_cache, 0, [&](int channel, float first, float second) {
+      for_values_of_row(rows, own, result.factor, p.key_cache, 0, [&](int channel, float first, float second) {
         *reinterpret_cast<float2*>(g_row + channel) = {first, second};
       });
-      if (writes_lse) p.partials.lse[at] = lse_of(rows.state[half]);
+      if (writes_lse) p.partials.lse[at] = lse_of(rows.state[own]);
     }
   }
 }

@@ -9,6 +9,7 @@ from pagedattn.backends.prologue import Prologue, Rows, aligned
 from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import latent_decode, latent_decode_sm90
+from pagedattn.kernels.layouts import ceil_div
 from pagedattn.problem import Problem
 
 # Leave Hopper's kernel aside; for tests and comparisons.
@@ -71,8 +72,10 @@ class _General:
         )
         ordered = not p.has_query_positions and p.is_causal
         span = latent_decode.key_span(self.spec, p.kv_len_bound, p.local_window_size, p.num_heads, ordered)
-        tiles, _, _ = latent_decode.grid(self.spec, p.token_count, p.batch_size, p.num_heads, 1)
-        size = latent_decode.split_size(span, tiles, executor.multiprocessors)
+        tokens = ceil_div(max(1, p.token_count), max(1, p.batch_size))  # of a sequence, were they all alike
+        tiles = max(1, p.batch_size) * ceil_div(tokens * p.num_heads, self.spec.tile_rows)
+        slots = executor.multiprocessors * latent_decode.resident(self.spec, executor.max_shared_bytes)
+        size = latent_decode.split_size(span, tiles, slots)
         self.splits = SplitPlan(p, executor, span, size, self.spec.tile_rows)
         self.function: Any = None
 

@@ -18,13 +18,14 @@ from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, PARTIALS, S
 
 @dataclass(frozen=True)
 class LatentSpec(Spec):
-    """What `latent_decode` is compiled for; `choose` fills the last four."""
+    """What `latent_decode` is compiled for; `choose` fills the last five."""
 
     io: DType
     cache: DType
     head_size: int
     v_head_size: int
     row_tiles: int
+    warp_tiles: int
     column_warps: int
     tile_keys: int
     stages: int
@@ -47,17 +48,19 @@ PARAMS = params(
     partials=PARTIALS,
 )
 
-# (row_tiles, column_warps, tile_keys, stages): by rows of a CTA, then best first; the first that fits is taken.
+# (row_tiles, warp_tiles, column_warps, tile_keys, stages): by rows of a CTA, best first; the first that fits is taken.
 SHAPES = {
-    4: ((4, 2, 32, 3), (4, 2, 32, 2)),
-    2: ((2, 4, 64, 2), (2, 4, 32, 2)),
-    1: ((1, 4, 64, 2), (1, 4, 32, 3), (1, 4, 32, 2), (1, 4, 16, 2)),
+    4: ((4, 2, 4, 64, 2), (4, 2, 4, 64, 1)),
+    2: ((2, 1, 4, 64, 2), (2, 1, 4, 32, 2)),
+    1: ((1, 1, 4, 64, 2), (1, 1, 4, 32, 3), (1, 1, 4, 32, 2), (1, 1, 4, 16, 2)),
 }
+# What a split costs beyond its keys, in keys: its start, and its part in memory and back.
+SPLIT_KEYS = 256
 
 
 def threads(spec: LatentSpec) -> int:
     """Threads of a CTA."""
-    return 32 * spec.row_tiles * spec.column_warps
+    return 32 * spec.row_tiles // spec.warp_tiles * spec.column_warps
 
 
 def shared_bytes(spec: LatentSpec) -> int:
@@ -75,16 +78,27 @@ def shared_bytes(spec: LatentSpec) -> int:
     )
 
 
+def resident(spec: LatentSpec, shared_limit: int) -> int:
+    """CTAs that share a multiprocessor, one or two: registers hold eight warps."""
+    reserved = 1024  # by the driver, for each CTA
+    pairs = threads(spec) <= 128 and 2 * (shared_bytes(spec) + reserved) <= shared_limit + reserved
+    return 2 if pairs else 1
+
+
 def choose(io: DType, cache: DType, head_size: int, v_head_size: int, rows: int, shared_limit: int) -> LatentSpec:
-    """Spec for sequences of ``rows`` query rows (a bound of new tokens times heads)."""
+    """Spec for sequences of ``rows`` query rows (a bound of new tokens times heads).
+
+    Few rows wait for memory: there a smaller tile is better, if two CTAs then share a multiprocessor.
+    """
     wanted = 1 if rows <= 16 else 2 if rows <= 32 else 4
     for row_tiles in (4, 2, 1):
         if row_tiles > wanted:
             continue
-        for shape in SHAPES[row_tiles]:
-            spec = LatentSpec(io, cache, head_size, v_head_size, *shape)
-            if shared_bytes(spec) <= shared_limit:
-                return spec
+        shapes = [LatentSpec(io, cache, head_size, v_head_size, *shape) for shape in SHAPES[row_tiles]]
+        fitting = [spec for spec in shapes if shared_bytes(spec) <= shared_limit]
+        paired = [spec for spec in fitting if spec.tile_keys >= 32 and resident(spec, shared_limit) == 2]
+        for spec in (*paired, *fitting):
+            return spec
     raise ValueError(f"latent rows of {head_size} channels do not fit {shared_limit} bytes of shared memory")
 
 
@@ -121,10 +135,24 @@ def key_span(spec: LatentSpec, kv_len_bound: int, local_window_size: int, num_he
     return min(kv_len_bound, local_window_size + ceil_div(spec.tile_rows - 1, num_heads))
 
 
-def split_size(kv_len_bound: int, ctas_per_split: int, multiprocessors: int) -> int:
-    """Keys of a split: enough splits to fill the device once or twice, each a whole number of tiles."""
-    wanted = ceil_div(2 * multiprocessors, ctas_per_split)
-    size = ceil_div(ceil_div(kv_len_bound, wanted), 64) * 64
+def split_size(span: int, tiles: int, slots: int) -> int:
+    """Keys of a split, a multiple of 64: the size with which the last CTA ends first.
+
+    Parameters
+    ----------
+    span : int
+        Most keys of a row tile.
+    tiles : int
+        Row tiles, as many as there are when all sequences are alike.
+    slots : int
+        CTAs that run at a time.
+    """
+
+    def cost(splits: int) -> float:
+        return ceil_div(tiles * splits, slots) * (span / splits + SPLIT_KEYS * (splits > 1))
+
+    splits = min(range(1, 2 + ceil_div(2 * slots, tiles)), key=cost)
+    size = ceil_div(ceil_div(span, splits), 64) * 64
     return max(256, min(size, 8192))
 
 
@@ -134,5 +162,6 @@ def smoke_specs() -> Iterator[LatentSpec]:
         yield choose(dtypes.BFLOAT16, cache, 576, 512, 128, 227 << 10)
     yield choose(dtypes.FLOAT16, dtypes.FLOAT16, 576, 512, 16, 227 << 10)
     yield choose(dtypes.FLOAT16, dtypes.FLOAT16, 576, 512, 32, 227 << 10)
-    yield choose(dtypes.BFLOAT16, dtypes.BFLOAT16, 576, 512, 128, 99 << 10)
+    for limit in (163 << 10, 99 << 10):
+        yield choose(dtypes.BFLOAT16, dtypes.BFLOAT16, 576, 512, 128, limit)
     yield choose(dtypes.FLOAT16, dtypes.INT8, 160, 128, 64, 99 << 10)

@@ -39,6 +39,7 @@ CASES = {
     "dense scores": Case(lengths=MIXED, qk_output=2),
     "dense wide": Case(lengths=((70, 3),), io="bfloat16", kv_num_heads=1, head_size=1024),
     "latent": Case(lengths=DECODE, group_size=16, **LATENT),
+    "latent many heads": Case(lengths=((130, 5), (20, 1)), group_size=20, **(LATENT | {"head_size": 192})),
     "latent fp8": Case(
         lengths=MIXED, io="bfloat16", group_size=20, cache="float8e4m3fn", k_quant="PER_TENSOR", **LATENT
     ),

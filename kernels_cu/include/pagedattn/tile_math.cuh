@@ -13,7 +13,7 @@ __device__ __forceinline__ int key_in_tile(int n_tile, int element) { return 8 *
 
 // scores = q . k of 8 kNTiles keys from `key`. `query_of(m, step, a)` yields the A operand, `s_lane` is F::keys_lane of the tile,
 // and `between(step)` is called among the products of each step.
-template <class F, int kSteps, int kMTiles, int kNTiles, class QueryOf, class Between>
+template <class F, int kSteps, int kUnrolled = kSteps <= 8 ? kSteps : 4, int kMTiles, int kNTiles, class QueryOf, class Between>
 __device__ __forceinline__ void multiply_keys(float (&scores)[kMTiles][kNTiles][4], const QueryOf& query_of,
                                               const unsigned char* s_lane, int stride, int key, const Between& between) {
 #pragma unroll
@@ -25,7 +25,6 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kMTiles][kNTiles][
     }
   }
   // A query kept in registers needs constant indices; a wide one comes from shared memory, and would only pile up loads.
-  constexpr int kUnrolled = kSteps <= 8 ? kSteps : 4;
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; ++step) {
     uint32_t a[kMTiles][4];
