@@ -392,6 +392,7 @@ _INT8 = {"cache": "int8", "k_quant": "PER_TENSOR", "v_quant": "PER_CHANNEL"}
 _FP8 = {"cache": "float8e4m3fn", "k_quant": "PER_TENSOR", "v_quant": "PER_TENSOR"}
 _INT4 = {"cache": "int4", "k_quant": "PER_CHANNEL", "v_quant": "PER_CHANNEL"}
 _LATENT = {"mode": "latent", "kv_num_heads": 1, "head_size": 72, "v_head_size": 64, "scale": 0.1}
+_WIDE_LATENT = {**_LATENT, "head_size": 576, "v_head_size": 512, "scale": 0.07}
 
 SMOKE = _distinct(
     [
@@ -470,8 +471,11 @@ CORNER = _distinct(
         Case(lengths=((40, 12), (3, 1)), unmapped=True, sink=True, window=20),
         Case(lengths=((200, 3), (90, 70)), unmapped=True, is_causal=False, bias="B1"),
         Case(lengths=((700, 1), (0, 1)), sink=True, softcap=2.0, metadata=True),
-        Case(mode="latent", kv_num_heads=1, head_size=576, v_head_size=512, scale=0.07, group_size=16, rope="offset"),
-        Case(mode="latent", kv_num_heads=1, head_size=576, v_head_size=512, scale=0.07, group_size=128, lengths=DECODE),
+        Case(**_WIDE_LATENT, group_size=16, rope="offset"),
+        Case(**_WIDE_LATENT, group_size=128, lengths=DECODE),
+        Case(**_WIDE_LATENT, group_size=24, lengths=MIXED, cache="float8e4m3fn", k_quant="PER_CHANNEL", window=20),
+        Case(**_WIDE_LATENT, group_size=64, lengths=DECODE, io="bfloat16", cache="int8", k_quant="PER_CHANNEL"),
+        Case(**_WIDE_LATENT, group_size=10, lengths=MIXED, io="bfloat16", bias="BH"),
         Case(mode="latent", kv_num_heads=1, head_size=64, group_size=4, lengths=MIXED),
         Case(mode="latent", kv_num_heads=1, head_size=64, v_head_size=1, scale=1.0, group_size=4),
     ]

@@ -48,6 +48,14 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t pari
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The same, and every thread gets to know whether any of them brings true.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool own) {
+  uint32_t any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q; }"
+      : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(own)) : "memory");
+  return any != 0;
+}
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -49,13 +49,19 @@ template <int kCount> __device__ __forceinline__ void hold(float (&registers)[kC
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define PAGEDATTN_F16(c, i) PAGEDATTN_F8(c, i), PAGEDATTN_F8(c, i + 8)
 #define PAGEDATTN_F32(c, i) PAGEDATTN_F16(c, i), PAGEDATTN_F16(c, i + 16)
+#define PAGEDATTN_C8(c) PAGEDATTN_F8(c, 0)
+#define PAGEDATTN_C16(c) PAGEDATTN_F16(c, 0)
 #define PAGEDATTN_C32(c) PAGEDATTN_F32(c, 0)
 #define PAGEDATTN_C48(c) PAGEDATTN_C32(c), PAGEDATTN_F16(c, 32)
 #define PAGEDATTN_C64(c) PAGEDATTN_C32(c), PAGEDATTN_F32(c, 32)
 #define PAGEDATTN_C96(c) PAGEDATTN_C64(c), PAGEDATTN_F32(c, 64)
 #define PAGEDATTN_C128(c) PAGEDATTN_C96(c), PAGEDATTN_F32(c, 96)
+#define PAGEDATTN_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PAGEDATTN_D16 \
+  PAGEDATTN_D8 \
+  ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define PAGEDATTN_D32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+  PAGEDATTN_D16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PAGEDATTN_D48 \
   PAGEDATTN_D32 \
@@ -72,44 +78,52 @@ template <int kCount> __device__ __forceinline__ void hold(float (&registers)[kC
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// Both operands K-major in shared memory, or B MN-major.
-#define PAGEDATTN_WGMMA_SS(N, TYPE, COUNT, A, B, P, T)                                                              \
+// Both operands in shared memory, each K-major or MN-major.
+#define PAGEDATTN_WGMMA_SS(N, TYPE, COUNT, A, B, P, TA, T)                                                          \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %" P ", 0; wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE  \
-               " {" PAGEDATTN_D##COUNT "}, %" A ", %" B ", p, 1, 1, 0, %" T "; }"                                     \
+               " {" PAGEDATTN_D##COUNT "}, %" A ", %" B ", p, 1, 1, %" TA ", %" T "; }"                               \
                : PAGEDATTN_C##COUNT(c)                                                                                \
-               : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposed))
+               : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposed))
 #define PAGEDATTN_WGMMA_RS(N, TYPE, COUNT, A0, A1, A2, A3, B, P, T)                                                 \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %" P ", 0; wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE  \
                " {" PAGEDATTN_D##COUNT "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, %" T "; }"          \
                : PAGEDATTN_C##COUNT(c)                                                                                \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposed))
 
-// Issues c = (accumulate ? c : 0) + a * b with both operands in shared memory: A K-major, B K-major or, transposed, MN-major.
-template <class T, bool kTransposed, int kCount>
+// Issues c = (accumulate ? c : 0) + a * b with both operands in shared memory: K-major or, transposed, MN-major.
+template <class T, bool kTransposed, bool kTransposedA = false, int kCount>
 __device__ __forceinline__ void wgmma(float (&c)[kCount], uint64_t a, uint64_t b, int accumulate) {
   constexpr int kN = 2 * kCount;
   constexpr bool kHalf = is_same<T, __half>;
-  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "the widths written out here");
-  if constexpr (kN == 64 && kHalf) {
-    PAGEDATTN_WGMMA_SS("64", "f16", 32, "32", "33", "34", "35");
+  static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "the widths written out here");
+  if constexpr (kN == 16 && kHalf) {
+    PAGEDATTN_WGMMA_SS("16", "f16", 8, "8", "9", "10", "11", "12");
+  } else if constexpr (kN == 16) {
+    PAGEDATTN_WGMMA_SS("16", "bf16", 8, "8", "9", "10", "11", "12");
+  } else if constexpr (kN == 32 && kHalf) {
+    PAGEDATTN_WGMMA_SS("32", "f16", 16, "16", "17", "18", "19", "20");
+  } else if constexpr (kN == 32) {
+    PAGEDATTN_WGMMA_SS("32", "bf16", 16, "16", "17", "18", "19", "20");
+  } else if constexpr (kN == 64 && kHalf) {
+    PAGEDATTN_WGMMA_SS("64", "f16", 32, "32", "33", "34", "35", "36");
   } else if constexpr (kN == 64) {
-    PAGEDATTN_WGMMA_SS("64", "bf16", 32, "32", "33", "34", "35");
+    PAGEDATTN_WGMMA_SS("64", "bf16", 32, "32", "33", "34", "35", "36");
   } else if constexpr (kN == 96 && kHalf) {
-    PAGEDATTN_WGMMA_SS("96", "f16", 48, "48", "49", "50", "51");
+    PAGEDATTN_WGMMA_SS("96", "f16", 48, "48", "49", "50", "51", "52");
   } else if constexpr (kN == 96) {
-    PAGEDATTN_WGMMA_SS("96", "bf16", 48, "48", "49", "50", "51");
+    PAGEDATTN_WGMMA_SS("96", "bf16", 48, "48", "49", "50", "51", "52");
   } else if constexpr (kN == 128 && kHalf) {
-    PAGEDATTN_WGMMA_SS("128", "f16", 64, "64", "65", "66", "67");
+    PAGEDATTN_WGMMA_SS("128", "f16", 64, "64", "65", "66", "67", "68");
   } else if constexpr (kN == 128) {
-    PAGEDATTN_WGMMA_SS("128", "bf16", 64, "64", "65", "66", "67");
+    PAGEDATTN_WGMMA_SS("128", "bf16", 64, "64", "65", "66", "67", "68");
   } else if constexpr (kN == 192 && kHalf) {
-    PAGEDATTN_WGMMA_SS("192", "f16", 96, "96", "97", "98", "99");
+    PAGEDATTN_WGMMA_SS("192", "f16", 96, "96", "97", "98", "99", "100");
   } else if constexpr (kN == 192) {
-    PAGEDATTN_WGMMA_SS("192", "bf16", 96, "96", "97", "98", "99");
+    PAGEDATTN_WGMMA_SS("192", "bf16", 96, "96", "97", "98", "99", "100");
   } else if constexpr (kN == 256 && kHalf) {
-    PAGEDATTN_WGMMA_SS("256", "f16", 128, "128", "129", "130", "131");
+    PAGEDATTN_WGMMA_SS("256", "f16", 128, "128", "129", "130", "131", "132");
   } else if constexpr (kN == 256) {
-    PAGEDATTN_WGMMA_SS("256", "bf16", 128, "128", "129", "130", "131");
+    PAGEDATTN_WGMMA_SS("256", "bf16", 128, "128", "129", "130", "131", "132");
   }
 }
 
@@ -118,8 +132,16 @@ template <class T, bool kTransposed, int kCount>
 __device__ __forceinline__ void wgmma(float (&c)[kCount], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   constexpr int kN = 2 * kCount;
   constexpr bool kHalf = is_same<T, __half>;
-  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "the widths written out here");
-  if constexpr (kN == 64 && kHalf) {
+  static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "the widths written out here");
+  if constexpr (kN == 16 && kHalf) {
+    PAGEDATTN_WGMMA_RS("16", "f16", 8, "8", "9", "10", "11", "12", "13", "14");
+  } else if constexpr (kN == 16) {
+    PAGEDATTN_WGMMA_RS("16", "bf16", 8, "8", "9", "10", "11", "12", "13", "14");
+  } else if constexpr (kN == 32 && kHalf) {
+    PAGEDATTN_WGMMA_RS("32", "f16", 16, "16", "17", "18", "19", "20", "21", "22");
+  } else if constexpr (kN == 32) {
+    PAGEDATTN_WGMMA_RS("32", "bf16", 16, "16", "17", "18", "19", "20", "21", "22");
+  } else if constexpr (kN == 64 && kHalf) {
     PAGEDATTN_WGMMA_RS("64", "f16", 32, "32", "33", "34", "35", "36", "37", "38");
   } else if constexpr (kN == 64) {
     PAGEDATTN_WGMMA_RS("64", "bf16", 32, "32", "33", "34", "35", "36", "37", "38");
@@ -145,11 +167,15 @@ __device__ __forceinline__ void wgmma(float (&c)[kCount], const uint32_t (&a)[4]
 #undef PAGEDATTN_F8
 #undef PAGEDATTN_F16
 #undef PAGEDATTN_F32
+#undef PAGEDATTN_C8
+#undef PAGEDATTN_C16
 #undef PAGEDATTN_C32
 #undef PAGEDATTN_C48
 #undef PAGEDATTN_C64
 #undef PAGEDATTN_C96
 #undef PAGEDATTN_C128
+#undef PAGEDATTN_D8
+#undef PAGEDATTN_D16
 #undef PAGEDATTN_D32
 #undef PAGEDATTN_D48
 #undef PAGEDATTN_D64

@@ -1,0 +1,974 @@
+// latent_rows_sm90.cu: attention over a LATENT cache for few query rows on Hopper. Keys and channels are the M side of the tensor
+// cores, where 64 of them are a product, and the query rows are N, where 16 are enough:
+//
+//   scores^T [64 keys, N rows]      = K   [64 keys, 576]      x q^T [576, N rows]
+//   output^T [512 channels, N rows] += V^T [512, 64 keys]      x p^T [64 keys, N rows]
+//
+//   grid    x: split x row tile, the tiles of a split side by side
+//   CTA     two warpgroups, each a worker with a softmax of its own that takes every second tile of 64 keys; a warp that loads
+//   reads   query once a split; each latent row that some token of the tile admits once a row tile
+//   writes  output and lse where the tile has one split or none; else acc and lse of this split (combine_splits.cu)
+//   smem    | ring of thirds of tiles; at the end the output of the rows | queries | weights | row statistics, barriers |
+//
+// A tile comes in thirds of three channel groups, each [64 keys / 8][3 groups] atoms of 8 rows of 64 channels, which the copy engine
+// swizzles. Where the cache has the io type the tensor cores read K and V^T from there. Codes become float16 without their scale,
+// exactly, in registers, as the A operand of each product, and nothing is written back:
+//   K     a lane takes 16 neighbouring channels of a key in one access; the query has its channels in the order that follows
+//   V^T   ldmatrix moves pairs of bytes, so rows g and g + 8 of a product are neighbouring channels
+// Invariants
+//   Splits are planned for a row tile, from the keys that any of its tokens admits; combine_splits plans the same way.
+//   What no token of the tile admits is not read where it fills blocks, and is zeros where it does not: it cannot reach the sums
+//   as 0 x NaN. What only some tokens admit can, and then shows in the end (spoilt_rows.cuh). Blocks that are not mapped arrive as
+//   zeros and are masked.
+//   Lengths that enter the mask are read here; host bounds only size the grid and the splits.
+#include <pagedattn/epilogue.cuh>
+#include <pagedattn/key_fragments.cuh>
+#include <pagedattn/kv_accessor.cuh>
+#include <pagedattn/ptx/grid_dependency.cuh>
+#include <pagedattn/ptx/ldmatrix.cuh>
+#include <pagedattn/ptx/mbarrier.cuh>
+#include <pagedattn/ptx/setmaxnreg.cuh>
+#include <pagedattn/ptx/tma.cuh>
+#include <pagedattn/ptx/wgmma.cuh>
+#include <pagedattn/row_tiles.cuh>
+#include <pagedattn/softmax.cuh>
+#include <pagedattn/split.cuh>
+#include <pagedattn/spoilt_rows.cuh>
+#include <pagedattn/warpgroup_rows.cuh>
+
+struct LatentRowsSm90Spec {
+  DType io;        // of query and output
+  DType cache;     // io, or codes of 8 bits
+  int rows;        // query rows of a tile, tokens times heads: 16, 32 or 64
+  int workers;     // warpgroups that compute
+  int slots;       // thirds of tiles in the ring
+  bool has_rules;  // softcap, attention_bias or a scale that is not positive
+};
+
+struct LatentRowsSm90Params {
+  TensorMap cache_map;   // [num_blocks, block_size / 8, channel groups, 8, kGroupChannels]; box [1, all or a tile's, kSlotGroups, all, all]
+  KvCache key_cache;     // the same array, for its scale and for rows that are attended again
+  const void* query;     // [token_count, num_heads, kHeadSize], rows query_stride apart, on multiples of 16 bytes
+  int64_t query_stride;  // elements
+  int tile_count;        // row tiles of a split
+  int tiles_of_token;    // of its heads, where no tile spans tokens; 0: tiles are numbered as row_tiles.cuh does
+  int* finished;         // [tile_count], zeros: splits that are done; null: no merge here
+  SequenceTable sequences;
+  BlockTable blocks;
+  ScoreRules rules;
+  Output out;
+  Partials partials;
+};
+
+constexpr int kHeadSize = 576;
+constexpr int kValueSize = 512;
+constexpr int kTileKeys = 64;
+constexpr int kSmallestBlock = 16;
+constexpr int kGroupChannels = 64;
+constexpr int kSlotGroups = 3;
+constexpr int kSlotsOfTile = kHeadSize / kGroupChannels / kSlotGroups;
+constexpr int kValueGroups = kValueSize / kGroupChannels;  // and products of 64 channels
+constexpr int kSteps = 4;                                  // of 16 channels of a group, or of 16 keys of a tile
+constexpr int kMostWorkers = 3;
+constexpr int kWorkerWarps = kWarpgroup / kWarpSize;
+constexpr int kLoadRegisters = 40;
+constexpr int kQueryRowBytes = 2 * kGroupChannels;
+constexpr int kWeightRowBytes = 2 * kTileKeys;
+constexpr int kUnmappedTiles = 8;  // that the ring may hold parts of
+constexpr int kOutputStride = kValueSize + 4;  // floats, so that four rows start in different banks
+
+// Named barriers.
+enum Barrier { kNone, kConsumers, kTeams, kOwn = kTeams + kMostWorkers };  // kTeams and kOwn: one for each team and worker
+
+// One piece of work.
+struct Work {
+  RowTile tile;    // rows = 0: there is none
+  KeyRange keys;   // of the split, that some token admits
+  KeyRange every;  // that every token admits
+  int first_tile;  // in units of kTileKeys
+  int tile_count;
+  int split;
+  int split_count;  // of the row tile; 0: its tokens attend nothing
+
+  __device__ __forceinline__ bool exists() const { return tile.rows > 0 && split < max_of(1, split_count); }
+  __device__ __forceinline__ bool differs() const { return keys.begin < every.begin || keys.end > every.end; }
+};
+
+template <LatentRowsSm90Spec S> struct Shape {
+  using Io = element_t<S.io>;
+  static constexpr bool kCodes = is_quantized(S.cache);
+  static constexpr bool kSpoils = S.cache != DType::i8;  // a value may be NaN; integer codes are numbers
+  using Math = element_t<kCodes ? DType::f16 : S.io>;    // of operands
+  static constexpr int kRows = S.rows;
+  static constexpr int kWorkers = S.workers;
+  static constexpr int kConsumerThreads = kWorkers * kWarpgroup;
+  static constexpr int kThreads = kConsumerThreads + kWarpgroup;
+  static constexpr int kBatch = 2;  // steps whose codes are widened together
+  static constexpr int kComputeRegisters = kWorkers == 3 ? 152 : 232;
+  static constexpr int kRowBytes = row_bytes_of(S.cache, kGroupChannels);
+  static constexpr int kAtomBytes = 8 * kRowBytes;
+  static constexpr int kEightKeysBytes = kSlotGroups * kAtomBytes;
+  static constexpr int kSlotBytes = kTileKeys / 8 * kEightKeysBytes;
+  static constexpr int kQueryGroupBytes = kRows * kQueryRowBytes;
+  static constexpr int kQueryBytes = kHeadSize / kGroupChannels * kQueryGroupBytes;
+  static constexpr int kWeightBytes = kRows * kWeightRowBytes;
+  static constexpr int kRowTiles = kRows / 8;       // of eight rows, side by side in an accumulator
+  static constexpr int kScores = kRows / 2;         // of a thread: in each row tile two rows and two keys (or channels)
+  static constexpr int kLaneRows = 2 * kRowTiles;
+  static constexpr int kTeam = S.rows > 32 ? 2 : 1;  // workers that share tiles, because one has no registers for all channels
+  static constexpr int kTeamThreads = kTeam * kWarpgroup;
+  static constexpr int kOwnGroups = kValueGroups / kTeam;  // of value channels of a worker
+  static_assert(kLoadRegisters + kWorkers * kComputeRegisters <= (kWorkers + 1) * (65536 / kThreads / 8 * 8), "more would wait forever");
+  static_assert(S.slots * kSlotBytes + kQueryBytes >= kRows * kOutputStride * 4, "the output takes the place of ring and queries");
+  static_assert(S.slots / kSlotsOfTile + 2 <= kUnmappedTiles, "a tile's bits are read before they are written again");
+};
+
+// What threads tell each other about rows.
+template <int kRows, int kWorkers> struct alignas(16) RowStatistics {
+  float factor[kRows];                             // takes q . k to a score
+  KeyRange admitted[kRows];                        // cut to the split
+  float reference[kWorkers][kWorkerWarps][kRows];  // near the maximum of q . k as it comes; the same in all warps of a team
+  float of_warp[kWorkers][kWorkerWarps][kRows];    // maxima when a reference moves; sums in the end
+  float result[kRows];                             // what the sums of values are multiplied by in the end
+  uint32_t spoilt[ceil_div(kRows, 32)];            // a bit a row
+  bool is_last;                                    // of the splits
+};
+
+template <LatentRowsSm90Spec S> struct Shared {
+  using F = Shape<S>;
+  unsigned char* ring;
+  unsigned char* query;
+  unsigned char* weights;  // [team][2][tile of a team]: those of the tiles before may still be multiplied
+  RowStatistics<F::kRows, S.workers>* rows;
+  Work* work;
+  uint64_t* full;      // [slots]
+  uint64_t* empty;     // [slots]
+  uint32_t* unmapped;  // [kUnmappedTiles] bit i: block i of the tile has nothing to see
+
+  __device__ __forceinline__ Shared() {
+    ring = shared_memory<unsigned char>();
+    ring += -ptx::shared_address(ring) & 1023u;
+    query = ring + S.slots * F::kSlotBytes;
+    weights = query + F::kQueryBytes;
+    rows = reinterpret_cast<RowStatistics<F::kRows, S.workers>*>(weights + 2 * S.workers * F::kWeightBytes);
+    work = reinterpret_cast<Work*>(rows + 1);
+    full = reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(work) + round_up(sizeof(Work), 16));
+    empty = full + S.slots;
+    unmapped = reinterpret_cast<uint32_t*>(empty + S.slots);
+  }
+
+  // The highest of the workers' references, when all are done.
+  __device__ __forceinline__ float reference_of(int row) const {
+    float top = rows->reference[0][0][row];
+#pragma unroll
+    for (int worker = 1; worker < S.workers; ++worker) top = fmaxf(top, rows->reference[worker][0][row]);
+    return top;
+  }
+};
+
+// Row tile of a number. All lanes of a warp call it together.
+template <int kRows> __device__ __forceinline__ RowTile tile_of_number(const LatentRowsSm90Params& p, int number) {
+  const int heads = p.out.num_heads;
+  if (p.tiles_of_token == 0) return find_row_tile(p.sequences, number, kRows, heads, capacity_of(p.blocks));
+  const int token = number / p.tiles_of_token;
+  const int first_head = number % p.tiles_of_token * kRows;
+  RowTile tile{sequence_of_token(p.sequences, token, capacity_of(p.blocks)), 0, first_head, min_of(kRows, heads - first_head), heads};
+  if (tile.sequence.is_active()) {
+    tile.first_token = token - tile.sequence.begin;
+  } else {
+    tile.sequence.begin = token;
+  }
+  return tile;
+}
+
+__device__ __forceinline__ TileKeys keys_of_tile(const LatentRowsSm90Params& p, const RowTile& tile) {
+  const Sequence& sequence = tile.sequence;
+  if (p.tiles_of_token == 0) return keys_of_tokens(p.sequences, p.rules, sequence, tile.first_token, tile.last_token());
+  const int64_t position = position_of_token(p.sequences, sequence, sequence.begin + tile.first_token);
+  const KeyRange keys = admitted_keys(p.rules, position, tile.first_token, sequence.kv_len);
+  return {keys, keys};
+}
+
+// This CTA's work, as each warp finds it.
+template <int kRows> __device__ __forceinline__ Work find_work(const LatentRowsSm90Params& p) {
+  const int tiles = p.tile_count;
+  Work work{tile_of_number<kRows>(p, static_cast<int>(blockIdx.x) % tiles), {0, 0}, {0, 0}, 0, 0, static_cast<int>(blockIdx.x) / tiles, 0};
+  if (work.tile.rows > 0 && work.tile.sequence.is_active()) {
+    const auto [some, every] = keys_of_tile(p, work.tile);
+    const SplitPlan plan = plan_splits(p.partials, some);
+    work.every = every;
+    work.split_count = plan.count;
+    if (work.split < plan.count) {
+      work.keys = keys_of_split(p.partials, plan, some, work.split);
+      work.first_tile = work.keys.begin / kTileKeys;
+      work.tile_count = (work.keys.end - 1) / kTileKeys - work.first_tile + 1;
+    }
+  }
+  return work;
+}
+
+// The warp that loads.
+template <LatentRowsSm90Spec S>
+__device__ __forceinline__ void load_tiles(const LatentRowsSm90Params& p, const Shared<S>& shared, const Work& work) {
+  using F = Shape<S>;
+  const int lane = threadIdx.x % kWarpSize;
+  const int block_keys = min_of(p.blocks.block_size, kTileKeys);  // of a block that lie in one tile
+  const int parts = kTileKeys / block_keys;
+  const int batch = kWarpSize / parts;  // tiles whose blocks the lanes look up together
+
+  // What the table has for a part of a tile, or kUnmapped where there is nothing to read.
+  const auto entry_of = [&](int part) {
+    const int64_t key = static_cast<int64_t>(work.first_tile) * kTileKeys + static_cast<int64_t>(part) * block_keys;
+    const bool wanted = key < work.keys.end && key + block_keys > work.keys.begin;
+    return wanted ? entry_of_position(p.blocks, work.tile.sequence.index, static_cast<int>(key)) : kUnmapped;
+  };
+
+  const uint64_t policy = ptx::evict_first_policy();  // a row is read by few
+  int entry = entry_of(lane);
+  ptx::wait_for_previous_kernel();  // which writes the cache
+  Ring<S.slots> ring;
+  for (int first = 0; first < work.tile_count; first += batch) {
+    const int block = block_of_entry(p.blocks, entry);
+    entry = entry_of((first + batch) * parts + lane);  // on its way while these tiles are waited for
+    const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped);
+    for (int i = first; i < min_of(first + batch, work.tile_count); ++i) {
+      const int first_part = (i - first) * parts;
+      const int eight = offset_in_block(p.blocks, (work.first_tile + i) * kTileKeys) / 8;  // 0 unless the tile lies in one block
+#pragma unroll
+      for (int third = 0; third < kSlotsOfTile; ++third) {
+        ptx::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
+        const bool issues = ptx::elect();
+        if (issues) {
+          if (third == 0) shared.unmapped[i % kUnmappedTiles] = unmapped >> first_part & ((1u << parts) - 1u);
+          ptx::mbarrier_arrive_expect(shared.full + ring.stage, F::kSlotBytes);
+        }
+#pragma unroll
+        for (int part = 0; part < kTileKeys / kSmallestBlock; ++part) {
+          if (part >= parts) break;
+          const int from = __shfl_sync(kFullWarp, block, first_part + part);
+          unsigned char* s_part = shared.ring + ring.stage * F::kSlotBytes + part * (F::kSlotBytes / parts);
+          if (issues) ptx::tma_load(s_part, p.cache_map, shared.full + ring.stage, policy, 0, 0, third * kSlotGroups, eight, from);
+        }
+        ring.advance();
+      }
+    }
+  }
+}
+
+// Query rows as B operands of q . k: [channel group][row] of 64 channels, swizzled; rows that do not exist are zeros. Also the factors
+// of rows. All consumers call it, a warp for each eighth row.
+//
+// For codes the rows become float16, times the key scale of each channel relative to the largest of them, divided by a power of two
+// that brings the row's largest channel near 2^13. So every finite row fits, and what is lost lies 2^37 below its largest channel.
+template <LatentRowsSm90Spec S>
+__device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, const Shared<S>& shared, const RowTile& tile) {
+  using F = Shape<S>;
+  using Io = typename F::Io;
+  constexpr int kVectors = kHeadSize / 8;
+  constexpr int kLaneVectors = ceil_div(kVectors, kWarpSize);
+  constexpr int kWarps = F::kConsumerThreads / kWarpSize;
+  constexpr int kWarpRows = ceil_div(F::kRows, kWarps);
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+
+  Vector16 words[kWarpRows][kLaneVectors] = {};
+#pragma unroll
+  for (int r = 0; r < kWarpRows; ++r) {
+    const int row = warp + r * kWarps;
+    if (row >= tile.rows) continue;
+    const Io* g_row = static_cast<const Io*>(p.query) + tile.token(row) * p.query_stride + tile.head_in_group(row) * kHeadSize;
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i) {
+      const int vector = lane + i * kWarpSize;
+      if (vector < kVectors) words[r][i] = reinterpret_cast<const Vector16*>(g_row)[vector];
+    }
+  }
+  float scale[F::kCodes ? kLaneVectors : 1][8] = {};  // of the channels, relative to the largest of all
+  float top_scale = 0.0f;
+  if constexpr (F::kCodes) {
+    const float* g_scale = p.key_cache.scale;
+    if (p.key_cache.scale_channel_stride == 0) {
+      const float only = *g_scale;
+      top_scale = fabsf(only);
+#pragma unroll
+      for (int i = 0; i < kLaneVectors; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) scale[i][j] = only;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneVectors; ++i) {
+        if (lane + i * kWarpSize >= kVectors) continue;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          scale[i][j] = g_scale[8 * (lane + i * kWarpSize) + j];
+          top_scale = fmaxf(top_scale, fabsf(scale[i][j]));
+        }
+      }
+      top_scale = group_max<kWarpSize>(top_scale);
+    }
+    if (top_scale == 0.0f) top_scale = 1.0f;
+    const float inverse_scale = 1.0f / top_scale;
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) scale[i][j] *= inverse_scale;
+    }
+  }
+
+#pragma unroll
+  for (int r = 0; r < kWarpRows; ++r) {
+    const int row = warp + r * kWarps;
+    if (F::kRows % kWarps != 0 && row >= F::kRows) break;
+    unsigned char* s_row = shared.query + row * kQueryRowBytes;
+    float factor = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
+    if constexpr (F::kCodes) {
+      float x[kLaneVectors][8];
+      float top = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kLaneVectors; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const uint32_t word = words[r][i].word[j / 2];
+          x[i][j] = scale[i][j] * (j % 2 == 0 ? low_of<Io>(word) : high_of<Io>(word));
+          if (fabsf(x[i][j]) < -negative_infinity()) top = fmaxf(top, fabsf(x[i][j]));
+        }
+      }
+      top = group_max<kWarpSize>(top);
+      // 2^k with top / 2^k in [2^13, 2^14); k in a range where 2^k and 2^-k are normal.
+      const int exponent = max_of(-100, min_of(100, static_cast<int>(__float_as_uint(top) >> 23) - 127 - 13));
+      const float inverse = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+      factor *= top_scale * __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+#pragma unroll
+      for (int i = 0; i < kLaneVectors; ++i) {
+        const int vector = lane + i * kWarpSize;
+        if (vector >= kVectors) continue;
+        // Channels 16 t + 4 s + 2 h, + 1 of a group are k = 8 h + 2 t, + 1 of step s: what lane t of K has there.
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          const int unit = 4 * (vector % 2) + pair;
+          *reinterpret_cast<uint32_t*>(s_row + vector / 8 * F::kQueryGroupBytes + (unit ^ row % 8) * 16 + vector % 8 / 2 * 4) =
+              ptx::pack_2<__half>(x[i][2 * pair] * inverse, x[i][2 * pair + 1] * inverse);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneVectors; ++i) {
+        const int vector = lane + i * kWarpSize;
+        if (vector >= kVectors) continue;
+        *reinterpret_cast<Vector16*>(s_row + vector / 8 * F::kQueryGroupBytes + (vector % 8 ^ row % 8) * 16) = words[r][i];
+      }
+    }
+    if (lane == 0) shared.rows->factor[row] = factor;
+  }
+}
+
+// Attends the rows again that were found spoilt, and writes what they should have been; all consumers call it, when all have
+// written their rows. Not inlined, because its registers would be missing in the main loop.
+template <LatentRowsSm90Spec S> __device__ __noinline__ void repair(const LatentRowsSm90Params& p, const Work& work, const uint32_t* s_spoilt) {
+  using Io = element_t<S.io>;
+  for (int row = static_cast<int>(threadIdx.x) / kWarpSize; row < work.tile.rows; row += Shape<S>::kConsumerThreads / kWarpSize) {
+    if ((s_spoilt[row / 32] >> row % 32 & 1u) == 0) continue;
+    const int token = work.tile.token(row);
+    const int head = work.tile.head_in_group(row);
+    PlainRow<S.io, S.cache, kHeadSize, kValueSize> plain;
+    plain.attend(static_cast<const Io*>(p.query) + token * p.query_stride + head * kHeadSize, p.key_cache, p.key_cache, 0, p.blocks,
+                 work.tile.sequence.index, keys_of_row(work.tile, row, p.sequences, p.rules, work.keys), p.rules,
+                 bias_row_of_tile<Io>(work.tile, row, p.rules, 0));
+    const float factor = finalize(plain.state, negative_infinity()).factor;
+    if (work.split_count <= 1) {
+      Io* g_row = output_row<Io>(p.out, token, head, kValueSize);
+      plain.for_values(factor, [&](int channel, float a, float b) { store_2(g_row, channel, kValueSize, a, b); });
+    } else {
+      float* g_row = p.partials.acc + partial_row(p.partials, token, work.split, p.out.num_heads, head) * partial_width(kValueSize);
+      plain.for_values(factor, [&](int channel, float a, float b) { *reinterpret_cast<float2*>(g_row + channel) = {a, b}; });
+    }
+  }
+}
+
+// A warpgroup that computes. It is a team of its own, with every second tile and all channels; or two are one team, where each computes
+// the weights of every second tile, and half of the channels from all of them.
+//
+// With g = lane / 4, t = lane % 4: element 4 j + 2 half + c of an accumulator is row 8 j + 2 t + c of the tile's, and of M of this warp
+// number g + 8 half.
+template <LatentRowsSm90Spec S> struct Worker {
+  using F = Shape<S>;
+  using Io = typename F::Io;
+  using Math = typename F::Math;
+  using Scores = float[F::kScores];
+  using Slot = Ring<S.slots>;
+
+  const LatentRowsSm90Params& p;
+  const Shared<S>& shared;
+  const int index;
+  const int team = index / F::kTeam;
+  const int rank = index % F::kTeam;
+  const int first_group = rank * F::kOwnGroups;
+  const int first_key;  // of tile 0
+  const KeyRange keys;
+  const KeyRange whole;  // that all rows admit
+  float acc[F::kOwnGroups][F::kScores];
+  float sum[F::kLaneRows];  // of this lane's weights
+
+  __device__ __forceinline__ Worker(const LatentRowsSm90Params& params, const Shared<S>& s, const Work& work, int worker)
+      : p(params), shared(s), index(worker), first_key(work.first_tile * kTileKeys), keys(work.keys),
+        whole{max_of(work.keys.begin, work.every.begin), min_of(work.keys.end, work.every.end)} {
+#pragma unroll
+    for (int m = 0; m < F::kOwnGroups; ++m) {
+#pragma unroll
+      for (int i = 0; i < F::kScores; ++i) acc[m][i] = 0.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < F::kLaneRows; ++r) sum[r] = 0.0f;
+    for (int row = lane(); row < F::kRows; row += kWarpSize) shared.rows->reference[index][warp()][row] = negative_infinity();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ static int warp() { return threadIdx.x % kWarpgroup / kWarpSize; }
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
+  // The row tile's row, and the key of a tile, of an element.
+  __device__ __forceinline__ static int row_of(int lane_row) { return lane_row / 2 * 8 + 2 * (threadIdx.x % 4) + lane_row % 2; }
+  __device__ __forceinline__ static int key_of(int half) { return 16 * warp() + lane() / 4 + 8 * half; }
+  // Third of a tile whose first one is at `slot`.
+  __device__ __forceinline__ static Slot third_of(Slot slot, int third) {
+#pragma unroll
+    for (int i = 0; i < third; ++i) slot.advance();
+    return slot;
+  }
+  __device__ __forceinline__ unsigned char* bytes_of(const Slot& slot) const { return shared.ring + slot.stage * F::kSlotBytes; }
+  __device__ __forceinline__ void wait_full(const Slot& slot) const { ptx::mbarrier_wait(shared.full + slot.stage, slot.parity); }
+  // Waits for a tile that the other worker has waited for, so that its bytes are visible here too.
+  __device__ __forceinline__ void see(const Slot& tile) const {
+#pragma unroll
+    for (int third = 0; third < kSlotsOfTile; ++third) wait_full(third_of(tile, third));
+  }
+  // Gives thirds [first, last) of a tile back, on behalf of this warp.
+  __device__ __forceinline__ void release(const Slot& tile, int first, int last) const {
+    if (lane() != 0) return;
+#pragma unroll
+    for (int third = first; third < last; ++third) ptx::mbarrier_arrive(shared.empty + third_of(tile, third).stage);
+  }
+
+  // Clears keys that no token of the tile admits but that came with a block. Codes are cleared when they are read.
+  __device__ __forceinline__ void clear_outside(const Slot& tile, int tile_key) const {
+    const int begin = keys.begin - tile_key;
+    const int end = keys.end - tile_key;
+    if (F::kCodes || (begin <= 0 && end >= kTileKeys)) return;
+#pragma unroll
+    for (int third = 0; third < kSlotsOfTile; ++third) {
+      const Slot slot = third_of(tile, third);
+      wait_full(slot);
+      for (int byte = 16 * (threadIdx.x % kWarpgroup); byte < F::kSlotBytes; byte += 16 * kWarpgroup) {
+        const int key = byte / F::kEightKeysBytes * 8 + byte / F::kRowBytes % 8;
+        if (key < begin || key >= end) *reinterpret_cast<Vector16*>(bytes_of(slot) + byte) = Vector16{};
+      }
+    }
+    ptx::fence_async_proxy();
+    ptx::named_barrier_sync(kOwn + index, kWarpgroup);  // the zeros are there for the whole warpgroup
+  }
+
+  // K of a channel group as A operands, widened: a lane has 16 channels of the keys g and g + 8 of its warp's sixteen.
+  struct Codes { Vector16 half[2]; };
+  __device__ __forceinline__ Codes load_keys(const Slot& tile, int group) const {
+    const int g = lane() / 4;
+    const unsigned char* s_row = bytes_of(third_of(tile, group / kSlotGroups)) + 2 * warp() * F::kEightKeysBytes + group % kSlotGroups * F::kAtomBytes +
+                                 g * F::kRowBytes + (lane() % 4 ^ g / 2) * 16;
+    return {{*reinterpret_cast<const Vector16*>(s_row), *reinterpret_cast<const Vector16*>(s_row + F::kEightKeysBytes)}};
+  }
+  __device__ __forceinline__ static void widen_keys(uint32_t (&a)[4], const Codes& codes, int step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t pairs[2];
+      widen<S.cache, false>(codes.half[half].word[step], pairs);
+      a[half] = pairs[0];
+      a[half + 2] = pairs[1];
+    }
+  }
+  // V^T of a channel group likewise: a lane has channels 2 g and 2 g + 1 of its warp's sixteen, two keys of each eight.
+  __device__ __forceinline__ Codes load_values(const Slot& tile, int m, int tile_key) const {
+    const auto group_at = [&](int group) {
+      return bytes_of(third_of(tile, group / kSlotGroups)) + group % kSlotGroups * F::kAtomBytes;
+    };
+    const int row = lane() % 8;
+    const unsigned char* s_row = F::kTeam == 1 || rank == 0 ? group_at(m) : group_at(F::kOwnGroups + m);
+    s_row += lane() / 8 * F::kEightKeysBytes + row * F::kRowBytes + (warp() ^ row / 2) * 16;
+    Codes codes;
+    ptx::ldmatrix_x4_transposed(codes.half[0].word, s_row);
+    ptx::ldmatrix_x4_transposed(codes.half[1].word, s_row + 4 * F::kEightKeysBytes);
+    if (F::kSpoils && (tile_key < keys.begin || tile_key + kTileKeys > keys.end)) {  // what no token of the tile admits may be NaN
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int key = tile_key + 8 * i + 2 * (lane() % 4);
+        if (!keys.contains(key)) codes.half[i / 4].word[i % 4] &= 0xffff0000u;
+        if (!keys.contains(key + 1)) codes.half[i / 4].word[i % 4] &= 0x0000ffffu;
+      }
+    }
+    return codes;
+  }
+  __device__ __forceinline__ static void widen_values(uint32_t (&a)[4], const Codes& codes, int step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t channels[2];
+      widen<S.cache, true>(codes.half[step / 2].word[2 * (step % 2) + half], channels);
+      a[2 * half] = channels[0];
+      a[2 * half + 1] = channels[1];
+    }
+  }
+
+  // Products with the codes of kGroups channel groups as A. A warp that issues a product with A in registers waits until that has begun,
+  // so a few steps are widened at a time, while the products of the ones before run. `done` is called when all codes are read.
+  template <int kGroups, class Load, class Widen, class Multiply, class Done>
+  __device__ __forceinline__ static void multiply_widened(const Load& load, const Widen& widen_step, const Multiply& multiply, const Done& done) {
+    uint32_t a[2][F::kBatch][4];
+    Codes codes[2] = {load(0)};
+#pragma unroll
+    for (int first = 0; first < kGroups * kSteps; first += F::kBatch) {
+      const int group = first / kSteps;
+      if (first % kSteps == 0 && group + 1 < kGroups) codes[(group + 1) % 2] = load(group + 1);
+#pragma unroll
+      for (int i = 0; i < F::kBatch; ++i) widen_step(a[first / F::kBatch % 2][i], codes[group % 2], first % kSteps + i);
+      if (first + F::kBatch == kGroups * kSteps) done();
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < F::kBatch; ++i) multiply(group, first % kSteps + i, a[first / F::kBatch % 2][i]);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();  // the registers of the products before these may be written again
+    }
+  }
+
+  __device__ __forceinline__ void multiply_keys(Scores& scores, const Slot& tile) const {
+    const uint64_t query = ptx::matrix_descriptor<kQueryRowBytes>(ptx::shared_address(shared.query), 16, 8 * kQueryRowBytes);
+    const auto query_of = [&](int group, int step) { return ptx::descriptor_at(query, group * F::kQueryGroupBytes + 32 * step); };
+    if constexpr (F::kCodes) {
+      constexpr int kGroups = kHeadSize / kGroupChannels;
+      wait_full(tile);
+      const auto load = [&](int group) {
+        if (group % kSlotGroups == 0) wait_full(third_of(tile, group / kSlotGroups));
+        return load_keys(tile, group);
+      };
+      const auto multiply = [&](int group, int step, const uint32_t (&a)[4]) {
+        ptx::wgmma<Math, false>(scores, a, query_of(group, step), group + step != 0);
+      };
+      multiply_widened<kGroups>(load, widen_keys, multiply, [] {});
+    } else {
+#pragma unroll
+      for (int third = 0; third < kSlotsOfTile; ++third) {
+        const Slot slot = third_of(tile, third);
+        wait_full(slot);
+        const uint64_t keys = ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(bytes_of(slot)), 16, F::kEightKeysBytes);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kSlotGroups; ++i) {
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            ptx::wgmma<Math, false>(scores, ptx::descriptor_at(keys, i * F::kAtomBytes + 32 * step), query_of(kSlotGroups * third + i, step),
+                                    third + i + step != 0);
+          }
+        }
+        ptx::wgmma_commit();
+      }
+    }
+    ptx::wgmma_wait<0>();
+    ptx::hold(scores);
+  }
+
+  // acc += V^T p^T of a tile, and gives it back.
+  __device__ __forceinline__ void multiply_values(const Slot& tile, int tile_key, const unsigned char* s_weights) {
+    const uint64_t weights = ptx::matrix_descriptor<kWeightRowBytes>(ptx::shared_address(s_weights), 16, 8 * kWeightRowBytes);
+#pragma unroll
+    for (int m = 0; m < F::kOwnGroups; ++m) ptx::hold(acc[m]);
+    if constexpr (F::kCodes) {
+      const auto load = [&](int m) { return load_values(tile, m, tile_key); };
+      const auto multiply = [&](int m, int step, const uint32_t (&a)[4]) {
+        ptx::wgmma<Math, false>(acc[m], a, ptx::descriptor_at(weights, 32 * step), 1);
+      };
+      multiply_widened<F::kOwnGroups>(load, widen_values, multiply, [&] {
+        __syncwarp();  // all lanes have read
+        release(tile, 0, kSlotsOfTile);
+      });
+    } else {
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int third = 0; third < kSlotsOfTile; ++third) {
+        const uint64_t values =
+            ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(bytes_of(third_of(tile, third))), 16, F::kEightKeysBytes);
+#pragma unroll
+        for (int m = kSlotGroups * third; m < min_of(kValueGroups, kSlotGroups * (third + 1)); ++m) {
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            const int offset = m % kSlotGroups * F::kAtomBytes + step * 2 * F::kEightKeysBytes;
+            ptx::wgmma<Math, false, true>(acc[m], ptx::descriptor_at(values, offset), ptx::descriptor_at(weights, 32 * step), 1);
+          }
+        }
+        ptx::wgmma_commit();
+      }
+      ptx::wgmma_wait<2>();
+      release(tile, 0, 1);
+      ptx::wgmma_wait<1>();
+      release(tile, 1, 2);
+    }
+    ptx::wgmma_wait<0>();
+    if constexpr (!F::kCodes) release(tile, 2, 3);
+#pragma unroll
+    for (int m = 0; m < F::kOwnGroups; ++m) ptx::hold(acc[m]);
+  }
+
+  // Scores in base 2 where a rule comes between the product and softmax.
+  __device__ __forceinline__ void apply_rules(Scores& scores, int tile_key) const {
+#pragma unroll
+    for (int r = 0; r < F::kLaneRows; ++r) {
+      const int row = row_of(r);
+      const KeyRange admitted = shared.rows->admitted[row];
+      const float factor = shared.rows->factor[row];
+      const RowTile& tile = shared.work->tile;
+      const Io* g_bias = row < tile.rows ? bias_row_of_tile<Io>(tile, row, p.rules, 0) : nullptr;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& score = scores[r / 2 * 4 + 2 * half + r % 2];
+        const int key = tile_key + key_of(half);
+        if (admitted.contains(key)) score = kLog2E * capped_and_biased(p.rules, score * factor, g_bias, key);  // other biases may not exist
+      }
+    }
+  }
+
+  // `s_unmapped` is only read by the lane that gives the tile back, which is what the loading warp waits for.
+  __device__ __forceinline__ void mask(Scores& scores, int tile_key, const uint32_t* s_unmapped) const {
+    const uint32_t unmapped = __shfl_sync(kFullWarp, lane() == 0 ? *s_unmapped : 0, 0);
+    if (unmapped == 0 && whole.begin <= tile_key && tile_key + kTileKeys <= whole.end) return;
+    const int shift = 31 - __clz(min_of(p.blocks.block_size, kTileKeys));
+#pragma unroll
+    for (int r = 0; r < F::kLaneRows; ++r) {
+      const KeyRange admitted = shared.rows->admitted[row_of(r)];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = key_of(half);
+        if (!admitted.contains(tile_key + key) || (unmapped >> (key >> shift) & 1u) != 0) scores[r / 2 * 4 + 2 * half + r % 2] = negative_infinity();
+      }
+    }
+  }
+
+  __device__ __forceinline__ float& reference_of(int lane_row) const { return shared.rows->reference[index][warp()][row_of(lane_row)]; }
+  __device__ __forceinline__ float factor_of(int lane_row) const { return S.has_rules ? 1.0f : shared.rows->factor[row_of(lane_row)]; }
+
+  // Scores to weights, as B operands of p . v. They are made with the reference that there is, and again where some row of some warp
+  // has gone too far beyond it: a team has one barrier a tile.
+  __device__ __forceinline__ void weigh(const Scores& scores, unsigned char* s_weights) {
+    float own_sum[F::kLaneRows];
+    for (;;) {
+      bool far = false;
+      uint32_t words[F::kRowTiles][2];
+#pragma unroll
+      for (int j = 0; j < F::kRowTiles; ++j) {
+        float weights[4];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int r = 2 * j + c;
+          const float factor = factor_of(r);
+          const float reference = reference_of(r);
+          const float shift = reference == negative_infinity() ? 0.0f : -reference * factor;
+          far |= (fmaxf(scores[4 * j + c], scores[4 * j + 2 + c]) - reference) * factor > kSlack;
+          weights[c] = ptx::exp2_approximate(fmaf(scores[4 * j + c], factor, shift));
+          weights[2 + c] = ptx::exp2_approximate(fmaf(scores[4 * j + 2 + c], factor, shift));
+          own_sum[r] = weights[c] + weights[2 + c];
+        }
+        words[j][0] = ptx::pack_2<Math>(weights[0], weights[1]);
+        words[j][1] = ptx::pack_2<Math>(weights[2], weights[3]);
+      }
+      const int row = lane() % 8;
+#pragma unroll
+      for (int j = 0; j < F::kRowTiles; j += 2) {  // matrix i: keys 8 (i % 2) of this warp's, row tile j + i / 2
+        unsigned char* s_row = s_weights + (8 * (j + lane() / 16) + row) * kWeightRowBytes + ((2 * warp() + lane() / 8 % 2) ^ row) * 16;
+        ptx::stmatrix_x4_transposed(s_row, words[j][0], words[j][1], words[j + 1][0], words[j + 1][1]);
+      }
+      ptx::fence_async_proxy();
+      if (!ptx::named_barrier_any(kTeams + team, F::kTeamThreads, far)) break;  // else the weights are visible to the tensor cores
+      move_references(scores);
+    }
+#pragma unroll
+    for (int r = 0; r < F::kLaneRows; ++r) sum[r] += own_sum[r];
+  }
+
+  __device__ __forceinline__ void move_references(const Scores& scores) {
+    auto& s_top = shared.rows->of_warp;
+#pragma unroll
+    for (int r = 0; r < F::kLaneRows; ++r) {
+      float top = fmaxf(scores[r / 2 * 4 + r % 2], scores[r / 2 * 4 + 2 + r % 2]);
+#pragma unroll
+      for (int distance = 4; distance < kWarpSize; distance *= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, distance));
+      if (lane() < 4) s_top[index][warp()][row_of(r)] = top;
+    }
+    ptx::named_barrier_sync(kTeams + team, F::kTeamThreads);  // the maxima of all warps are there
+#pragma unroll
+    for (int r = 0; r < F::kLaneRows; ++r) {
+      const float before = reference_of(r);
+      float top = before;
+#pragma unroll
+      for (int w = 0; w < F::kTeam * kWorkerWarps; ++w) {
+        top = fmaxf(top, s_top[index - rank + w / kWorkerWarps][w % kWorkerWarps][row_of(r)]);
+      }
+      scale_row(r, factor_of_move(before, top, factor_of(r)));
+      __syncwarp();  // all lanes have read it
+      if (lane() < 4) reference_of(r) = top;
+    }
+    __syncwarp();  // the new ones are there
+  }
+
+  __device__ __forceinline__ void scale_row(int lane_row, float factor) {
+    sum[lane_row] *= factor;
+#pragma unroll
+    for (int m = 0; m < F::kOwnGroups; ++m) {
+      acc[m][lane_row / 2 * 4 + lane_row % 2] *= factor;
+      acc[m][lane_row / 2 * 4 + 2 + lane_row % 2] *= factor;
+    }
+  }
+
+  __device__ __forceinline__ void attend(int tile_count) {
+    Slot first;  // of the first tile of a round
+    int buffer = 0;
+    for (int i = 0; i + team < tile_count; i += F::kWorkers) {
+      Slot last = first, own = first;
+#pragma unroll
+      for (int w = 1; w < F::kWorkers; ++w) {
+        last = third_of(last, kSlotsOfTile);
+        if (index >= w) own = last;
+      }
+      const int tile_key = first_key + i * kTileKeys;
+      const int own_key = tile_key + index * kTileKeys;
+      unsigned char* s_weights = shared.weights + (2 * team + buffer) * F::kTeam * F::kWeightBytes;
+      float scores[F::kScores];
+      if (F::kTeam == 1 || i + index < tile_count) {
+        clear_outside(own, own_key);
+        multiply_keys(scores, own);
+        if constexpr (S.has_rules) apply_rules(scores, own_key);
+        mask(scores, own_key, shared.unmapped + (i + index) % kUnmappedTiles);
+      } else {
+#pragma unroll
+        for (int j = 0; j < F::kScores; ++j) scores[j] = negative_infinity();
+      }
+      weigh(scores, s_weights + rank * F::kWeightBytes);
+      if constexpr (F::kTeam == 1) {
+        multiply_values(own, own_key, s_weights);
+      } else {
+        see(first);
+        multiply_values(first, tile_key, s_weights);
+        if (i + 1 < tile_count) {
+          see(last);
+          multiply_values(last, tile_key + kTileKeys, s_weights + F::kWeightBytes);
+        }
+      }
+      first = third_of(last, kSlotsOfTile);
+      buffer ^= 1;
+    }
+  }
+
+  // Puts what both workers have together: [row][channel] where the ring was, and the sums of weights in of_warp.
+  __device__ __forceinline__ void merge() const {
+#pragma unroll
+    for (int r = 0; r < F::kLaneRows; ++r) {
+      float own = sum[r];
+#pragma unroll
+      for (int distance = 4; distance < kWarpSize; distance *= 2) own += __shfl_xor_sync(kFullWarp, own, distance);
+      if (lane() < 4) shared.rows->of_warp[index][warp()][row_of(r)] = own;
+    }
+    ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // the sums are there, and nobody reads ring and queries any more
+    if (threadIdx.x < F::kRows) finish_row(threadIdx.x);
+    __syncwarp();  // barriers are for whole warps
+    constexpr int kTeamCount = F::kWorkers / F::kTeam;
+#pragma unroll
+    for (int t = 0; t < kTeamCount; ++t) {  // one after the other, in an order that does not change
+      if (team == t && t == 0) put<false>();
+      if (team == t && t > 0) put<true>();
+      ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // what the team has put is there
+    }
+  }
+
+  // What a row's sums of values are multiplied by, and its lse.
+  __device__ __forceinline__ void finish_row(int row) const {
+    const Work& work = *shared.work;
+    SoftmaxState state;
+    const float reference = shared.reference_of(row);
+    const float factor = S.has_rules ? 1.0f : shared.rows->factor[row];
+    if (reference != negative_infinity()) state.row_max = reference * factor;
+#pragma unroll
+    for (int i = 0; i < F::kWorkers; ++i) {
+      const float own_factor = factor_of_move(shared.rows->reference[i][0][row], reference, factor);
+#pragma unroll
+      for (int w = 0; w < kWorkerWarps; ++w) state.row_sum += own_factor * shared.rows->of_warp[i][w][row];
+    }
+    const SoftmaxResult result = finalize(state, negative_infinity());
+    shared.rows->result[row] = result.factor;
+    if (row >= work.tile.rows) return;
+    const int token = work.tile.token(row);
+    const int head = work.tile.head_in_group(row);
+    if (work.split_count <= 1) {
+      store_lse(p.out, token, head, result.lse);
+    } else {
+      p.partials.lse[partial_row(p.partials, token, work.split, p.out.num_heads, head)] = lse_of(state);
+    }
+  }
+
+  // Puts the sums in their place, or adds them to those that are there, relative to the reference of both teams.
+  template <bool kAdds> __device__ __forceinline__ void put() const {
+#pragma unroll
+    for (int r = 0; r < F::kLaneRows; ++r) {
+      const float factor = factor_of_move(reference_of(r), shared.reference_of(row_of(r)), factor_of(r));
+      float* s_row = reinterpret_cast<float*>(shared.ring) + row_of(r) * kOutputStride + first_group * kGroupChannels + 16 * warp();
+#pragma unroll
+      for (int m = 0; m < F::kOwnGroups; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int g = lane() / 4;
+          float& target = s_row[m * kGroupChannels + (F::kCodes ? 2 * g + half : g + 8 * half)];
+          const float own = acc[m][r / 2 * 4 + 2 * half + r % 2] * factor;
+          target = kAdds ? target + own : own;
+        }
+      }
+    }
+  }
+
+};
+
+template <class Io> __device__ __forceinline__ void store_values(Io* g_target, const float (&x)[8]) {
+  store_8(g_target, Vector16{{ptx::pack_2<Io>(x[0], x[1]), ptx::pack_2<Io>(x[2], x[3]), ptx::pack_2<Io>(x[4], x[5]), ptx::pack_2<Io>(x[6], x[7])}});
+}
+
+// Writes what `Worker::merge` has put together; all consumers call it.
+template <LatentRowsSm90Spec S>
+__device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const Shared<S>& shared) {
+  using F = Shape<S>;
+  using Io = typename F::Io;
+  constexpr int kVectors = kValueSize / 8;
+  const Work& work = *shared.work;
+  const int vector = threadIdx.x % kVectors;
+  float scale[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) scale[j] = scale_of<S.cache>(p.key_cache, 0, 8 * vector + j);
+#pragma unroll 2
+  for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kConsumerThreads / kVectors) {
+    const float factor = shared.rows->result[row];
+    const float* s_row = reinterpret_cast<const float*>(shared.ring) + row * kOutputStride + 8 * vector;
+    float x[8];
+    bool strange = false;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      strange |= is_nan(s_row[j]);
+      x[j] = s_row[j] * factor * scale[j];
+    }
+    if (F::kSpoils && strange && !is_nan(factor)) atomicOr(shared.rows->spoilt + row / 32, 1u << row % 32);
+    const int token = work.tile.token(row);
+    const int head = work.tile.head_in_group(row);
+    if (work.split_count <= 1) {
+      store_values(output_row<Io>(p.out, token, head, kValueSize) + 8 * vector, x);
+    } else {
+      const int64_t at = partial_row(p.partials, token, work.split, p.out.num_heads, head);
+      float4* g_row = reinterpret_cast<float4*>(p.partials.acc + at * partial_width(kValueSize) + 8 * vector);
+      g_row[0] = {x[0], x[1], x[2], x[3]};
+      g_row[1] = {x[4], x[5], x[6], x[7]};
+    }
+  }
+  if constexpr (F::kSpoils) {
+    if (!work.differs()) return;
+    ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // all have written their rows, and who is spoilt
+    repair<S>(p, work, shared.rows->spoilt);
+  }
+}
+
+// Counts this split as done; the CTA that finds all others done merges them in the order and way of combine_splits. All consumers call it.
+template <LatentRowsSm90Spec S>
+__device__ __forceinline__ void merge_splits(const LatentRowsSm90Params& p, const Shared<S>& shared) {
+  using F = Shape<S>;
+  using Io = typename F::Io;
+  constexpr int kVectors = kValueSize / 8;
+  const Work& work = *shared.work;
+  __threadfence();  // this thread's parts are visible to the device
+  ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // so are those of all threads
+  if (threadIdx.x == 0) {
+    shared.rows->is_last = atomicAdd(p.finished + static_cast<int>(blockIdx.x) % p.tile_count, 1) == work.split_count - 1;
+  }
+  ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // is_last is there
+  if (!shared.rows->is_last) return;
+  __threadfence();  // the other CTAs' parts are visible
+  const int vector = threadIdx.x % kVectors;
+#pragma unroll 2
+  for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kConsumerThreads / kVectors) {
+    const int token = work.tile.token(row);
+    const int head = work.tile.head_in_group(row);
+    float lse[kMergedSplits];
+    SoftmaxState merged;
+#pragma unroll
+    for (int split = 0; split < kMergedSplits; ++split) {
+      lse[split] = split < work.split_count ? p.partials.lse[partial_row(p.partials, token, split, p.out.num_heads, head)] : negative_infinity();
+      merged.row_max = fmaxf(merged.row_max, lse[split]);
+    }
+    float x[8] = {};
+#pragma unroll
+    for (int split = 0; split < kMergedSplits; ++split) {
+      if (split >= work.split_count) break;
+      const float weight = merged.weight(lse[split]);
+      merged.row_sum += weight;
+      const int64_t at = partial_row(p.partials, token, split, p.out.num_heads, head);
+      const float4* g_part = reinterpret_cast<const float4*>(p.partials.acc + at * partial_width(kValueSize) + 8 * vector);
+      const float4 part[2] = {g_part[0], g_part[1]};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        x[4 * i] += weight * part[i].x;
+        x[4 * i + 1] += weight * part[i].y;
+        x[4 * i + 2] += weight * part[i].z;
+        x[4 * i + 3] += weight * part[i].w;
+      }
+    }
+    const SoftmaxResult result = finalize(merged, negative_infinity());
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] *= result.factor;
+    if (vector == 0) store_lse(p.out, token, head, result.lse);
+    store_values(output_row<Io>(p.out, token, head, kValueSize) + 8 * vector, x);
+  }
+}
+
+template <LatentRowsSm90Spec S>
+__global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const __grid_constant__ LatentRowsSm90Params p) {
+  using F = Shape<S>;
+  static_assert(S.io == DType::f16 || S.io == DType::bf16, "wgmma with 16-bit operands");
+  static_assert(S.cache == S.io || S.cache == DType::i8 || S.cache == DType::f8e4m3, "what the cache holds is read as it is, or widened");
+  static_assert(S.rows == 16 || S.rows == 32 || (S.rows == 64 && F::kCodes), "sums that fit the registers");
+  const Shared<S> shared;
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(p.cache_map);
+    for (int i = 0; i < S.slots; ++i) {
+      ptx::mbarrier_init(shared.full + i, 1);
+      ptx::mbarrier_init(shared.empty + i, F::kTeam * kWorkerWarps);
+    }
+    ptx::mbarrier_init_fence();
+    for (uint32_t& rows : shared.rows->spoilt) rows = 0;
+  }
+  __syncthreads();  // the barriers are initialized for all threads
+  const Work work = find_work<F::kRows>(p);
+  ptx::let_next_kernel_start();
+  if (!work.exists()) {
+    ptx::wait_for_previous_kernel();
+    return;
+  }
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);  // the same in all lanes, visibly
+  if (warp >= F::kConsumerThreads / kWarpSize) {
+    ptx::decrease_registers<kLoadRegisters>();
+    if (warp == F::kConsumerThreads / kWarpSize) load_tiles<S>(p, shared, work);
+  } else {
+    ptx::increase_registers<F::kComputeRegisters>();
+    if (warp == 0) {
+      const int lane = threadIdx.x;
+      if (lane == 0) *shared.work = work;
+      for (int row = lane; row < F::kRows; row += kWarpSize) {
+        shared.rows->admitted[row] = keys_of_row(work.tile, row, p.sequences, p.rules, work.keys);
+      }
+    }
+    ptx::wait_for_previous_kernel();  // which may write the query
+    load_queries<S>(p, shared, work.tile);
+    ptx::fence_async_proxy();
+    ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // the queries are visible to the tensor cores, all else to the threads
+    Worker<S> worker(p, shared, work, warp / kWorkerWarps);
+    worker.attend(work.tile_count);
+    worker.merge();
+    write_rows<S>(p, shared);
+    if (p.finished != nullptr && shared.work->split_count > 1) merge_splits<S>(p, shared);
+  }
+}

@@ -1,0 +1,259 @@
+"""Attention over a LATENT cache for few query rows, and over quantized ones, on Hopper's tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pagedattn import dtypes
+from pagedattn.dtypes import DType
+from pagedattn.jit import tensor_map as maps
+from pagedattn.jit.kernel import Kernel
+from pagedattn.jit.launch import Executor, Function, Launch
+from pagedattn.jit.params import i32, i64, params, ptr, tensor_map
+from pagedattn.jit.spec import Spec
+from pagedattn.kernels import wide_attention
+from pagedattn.kernels.layouts import (
+    BLOCK_TABLE,
+    KV_CACHE,
+    OUTPUT,
+    PARTIALS,
+    SCORE_RULES,
+    SEQUENCE_TABLE,
+    ceil_div,
+    round_up,
+)
+from pagedattn.problem import Problem, TensorInfo
+
+WARPGROUP = 128
+HEAD_SIZE, VALUE_SIZE = 576, 512
+MERGED_SPLITS = 8  # `kMergedSplits`: up to so many are merged by the CTA that finishes last
+FEW_ROWS = 32  # query rows, tokens times heads, of a tile of one warpgroup
+TILE_KEYS = 64
+CHANNELS = 64  # of a channel group: a row of the swizzle
+SLOT_GROUPS = 3  # channel groups of a third of a tile
+BARRIER_BYTES = 512  # barriers, and the description of the work
+ALIGNMENT_BYTES = 1024  # the swizzle repeats after so many
+SHARED_LIMIT = 227 << 10
+
+
+@dataclass(frozen=True)
+class LatentRowsSm90Spec(Spec):
+    """What `latent_rows_sm90` is compiled for; `choose` fills ``rows``, ``workers`` and ``slots``."""
+
+    io: DType
+    cache: DType
+    rows: int
+    workers: int
+    slots: int
+    has_rules: bool
+
+
+PARAMS = params(
+    "LatentRowsSm90Params",
+    cache_map=tensor_map,
+    key_cache=KV_CACHE,
+    query=ptr,  # [token_count, num_heads, head_size], rows query_stride elements apart
+    query_stride=i64,
+    tile_count=i32,  # row tiles of a split
+    tiles_of_token=i32,  # 0: tiles may span tokens
+    finished=ptr,  # int32 [tile_count], zeros; None: combine_splits follows
+    sequences=SEQUENCE_TABLE,
+    blocks=BLOCK_TABLE,
+    rules=SCORE_RULES,
+    out=OUTPUT,
+    partials=PARTIALS,
+)
+
+# A split costs what so many keys cost: its query, its part of the result, and the merge.
+SPLIT_KEYS = 160
+# Lengths differ, so no split is longer than a multiprocessor's share when all sequences have this many keys.
+TYPICAL_KEYS = 4096
+
+
+def threads(spec: LatentRowsSm90Spec) -> int:
+    """Threads of a CTA: a warp of one warpgroup loads, the others compute."""
+    return (spec.workers + 1) * WARPGROUP
+
+
+def slot_bytes(cache: DType) -> int:
+    """A third of a tile."""
+    return TILE_KEYS * SLOT_GROUPS * CHANNELS * cache.bits // 8
+
+
+def fixed_bytes(rows: int, workers: int) -> int:
+    """All but the ring: queries, two buffers of weights for each worker, and what is small."""
+    row_bytes = 2 * (HEAD_SIZE + 2 * workers * TILE_KEYS) + 16 + workers * 32  # the latter is told about a row
+    return rows * row_bytes + BARRIER_BYTES + ALIGNMENT_BYTES
+
+
+def shared_bytes(spec: LatentRowsSm90Spec) -> int:
+    """The ring and what is beside it."""
+    return fixed_bytes(spec.rows, spec.workers) + spec.slots * slot_bytes(spec.cache)
+
+
+def row_bound(problem: Problem) -> int:
+    """Most query rows, new tokens times heads, that a sequence has."""
+    p = problem
+    return p.num_heads * max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
+
+
+def spans_tokens(problem: Problem, tile_rows: int) -> bool:
+    """Whether a tile has to hold rows of several tokens."""
+    return row_bound(problem) > problem.num_heads and problem.num_heads % tile_rows != 0
+
+
+def choose(io: DType, cache: DType, rows: int, has_rules: bool) -> LatentRowsSm90Spec:
+    """Spec for sequences of ``rows`` query rows (a bound of new tokens times heads)."""
+    tile_rows = 16 if rows <= 16 else FEW_ROWS if rows <= FEW_ROWS or not cache.is_quantized else 64
+    workers = 3 if cache.is_quantized and tile_rows == 16 else 2  # more have no registers for their sums
+    slots = (SHARED_LIMIT - fixed_bytes(tile_rows, workers)) // slot_bytes(cache)
+    return LatentRowsSm90Spec(io, cache, tile_rows, workers, slots, has_rules)
+
+
+KERNEL = Kernel(
+    "latent_rows_sm90",
+    LatentRowsSm90Spec,
+    PARAMS,
+    threads,
+    shared_bytes,
+    archs=("sm_90a",),
+    waits_itself=True,
+)
+
+
+def key_span(kv_len_bound: int, local_window_size: int, tokens: int, ordered: bool) -> int:
+    """Most keys that the ``tokens`` of one row tile attend together.
+
+    ``ordered`` says that positions follow the order of tokens and that attention is causal.
+    """
+    if local_window_size <= 0 or not ordered:
+        return kv_len_bound
+    return min(kv_len_bound, local_window_size + tokens - 1)
+
+
+def split_size(span: int, tiles: int, multiprocessors: int) -> int:
+    """Keys of a split, a whole number of tiles: the size that keeps the device busiest.
+
+    Parameters
+    ----------
+    span : int
+        Most keys of a row tile.
+    tiles : int
+        Row tiles, as many as there are when all sequences are alike.
+    multiprocessors : int
+    """
+    share = int(TYPICAL_KEYS * max(1.0, tiles / multiprocessors))
+    fewest = ceil_div(span, share)
+
+    def cost(splits: int) -> float:
+        rounds = ceil_div(tiles * splits, multiprocessors)
+        return rounds * (span / splits + SPLIT_KEYS * (splits > 1))
+
+    splits = min(range(fewest, 2 * fewest + multiprocessors), key=cost)
+    return max(256, round_up(ceil_div(span, splits), TILE_KEYS))
+
+
+def why_not_problem(problem: Problem) -> str | None:
+    """Reason why the kernel does not serve a problem, or None."""
+    p = problem
+    if not p.is_latent or p.kv_num_heads != 1:
+        return "needs a LATENT cache"
+    if p.is_contiguous:
+        return "reads blocks of a power of two of positions, not one run of any length"
+    if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
+        return "takes float16 and bfloat16"
+    if p.cache_dtype not in (p.io_dtype, dtypes.INT8, dtypes.FLOAT8E4M3FN):
+        return f"the cache holds {p.cache_dtype.name}, not the type of the query or codes of 8 bits"
+    if (p.head_size, p.v_head_size) != (HEAD_SIZE, VALUE_SIZE):
+        return f"head sizes ({p.head_size}, {p.v_head_size}) are not ({HEAD_SIZE}, {VALUE_SIZE})"
+    if p.cache_dtype.is_quantized and spans_tokens(p, choose(p.io_dtype, p.cache_dtype, row_bound(p), False).rows):
+        return "a tile of codes serves rows of one token"
+    return None
+
+
+class LatentRowsKernel:
+    """The kernel for one problem, ready to launch.
+
+    Parameters
+    ----------
+    problem : Problem
+        One for which `why_not_problem` returns None.
+    executor : Executor
+        On a device of compute capability 9.0.
+    """
+
+    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
+        p = self.problem = problem
+        has_rules = p.softcap > 0 or p.bias_shape is not None or not p.scale > 0
+        self.spec = choose(p.io_dtype, p.cache_dtype, row_bound(p), has_rules)
+        self.function = executor.load(KERNEL, self.spec)
+        rows = self.spec.rows
+        if not spans_tokens(p, rows):
+            self.tiles_of_token, self.tile_rows, tile_tokens = ceil_div(p.num_heads, rows), 0, 1
+            self.tiles = typical_tiles = max(1, p.token_count * self.tiles_of_token)
+        else:
+            self.tiles_of_token, self.tile_rows, tile_tokens = 0, rows, ceil_div(rows - 1, p.num_heads) + 1
+            self.tiles = wide_attention.row_tile_count(p.token_count, p.batch_size, p.num_heads, rows)
+            sequences = max(1, p.batch_size)
+            typical_tiles = sequences * max(1, ceil_div(ceil_div(p.token_count, sequences) * p.num_heads, rows))
+        ordered = not p.has_query_positions and p.is_causal
+        self.span = key_span(p.kv_len_bound, p.local_window_size, tile_tokens, ordered)
+        self.starts_at_0 = p.local_window_size <= 0
+        self.split_size = split_size(self.span, typical_tiles, executor.multiprocessors)
+
+    def launch(
+        self,
+        query: tuple[int, int],
+        cache: TensorInfo,
+        sequences: bytes,
+        blocks: bytes,
+        key_cache: bytes,
+        rules: bytes,
+        out: bytes,
+        partials: bytes,
+        split_count: int,
+        finished: int | None = None,
+    ) -> Launch:
+        """Launch that attends; packed structs are those of `pagedattn.kernels.layouts`.
+
+        ``finished`` points to `tiles` zeros if the kernel shall merge splits; there are at most `MERGED_SPLITS` then.
+        """
+        p = self.problem
+        item = p.cache_dtype.bits // 8
+        block, token = item * cache.strides[0], item * cache.strides[1]
+        packed = PARAMS.pack(
+            # [blocks, block_size / 8, channel groups, 8, channels]; a box is what a third of a tile has of a block.
+            cache_map=maps.encode(
+                p.cache_dtype,
+                cache.pointer,
+                (CHANNELS, 8, HEAD_SIZE // CHANNELS, p.block_size // 8, p.num_blocks),
+                (token, CHANNELS * item, 8 * token, block),
+                (CHANNELS, 8, SLOT_GROUPS, min(p.block_size, TILE_KEYS) // 8, 1),
+            ),
+            key_cache=key_cache,
+            query=query[0],
+            query_stride=query[1],
+            tile_count=self.tiles,
+            tiles_of_token=self.tiles_of_token,
+            finished=finished,
+            sequences=sequences,
+            blocks=blocks,
+            rules=rules,
+            out=out,
+            partials=partials,
+        )
+        grid = (self.tiles * split_count, 1, 1)
+        return Launch(self.function, grid, threads(self.spec), shared_bytes(self.spec), packed)
+
+
+def smoke_specs() -> Iterator[LatentRowsSm90Spec]:
+    """Specs that together reach every branch of the source."""
+    yield choose(dtypes.BFLOAT16, dtypes.BFLOAT16, 16, False)
+    yield choose(dtypes.FLOAT16, dtypes.FLOAT16, 32, True)
+    yield choose(dtypes.BFLOAT16, dtypes.FLOAT8E4M3FN, 16, False)
+    yield choose(dtypes.BFLOAT16, dtypes.FLOAT8E4M3FN, 32, False)
+    yield choose(dtypes.BFLOAT16, dtypes.INT8, 32, True)
+    yield choose(dtypes.BFLOAT16, dtypes.FLOAT8E4M3FN, 64, False)
+    yield choose(dtypes.FLOAT16, dtypes.INT8, 64, True)
+    yield choose(dtypes.FLOAT16, dtypes.INT8, 16, False)
