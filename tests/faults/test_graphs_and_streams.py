@@ -407,7 +407,7 @@ def test_arrays_on_another_device_than_the_current_one(gpu, cupy):
         assert result.output.device.id == device
         with cupy.cuda.Device(device):
             assert_same_bytes(result.output.get(), want)
-    with cupy.cuda.Device(0):
+    with cupy.cuda.Device(1 - device):  # apart from the other arrays
         arrays["query"] = gpu.place(call["query"])
     with pytest.raises(pagedattn.InvalidArgumentError, match="an array on cuda:"):
         operator(**arrays)
