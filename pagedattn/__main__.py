@@ -27,7 +27,7 @@ from pagedattn.jit.compiler import arch_of
 from pagedattn.jit.disk_cache import default_directory
 from pagedattn.problem import Problem, imagined
 from pagedattn.support import ROWS, Row
-from pagedattn.validate import validate
+from pagedattn.validate import coerce_split_keys, validate
 from pagedattn.warmup import warm_up
 
 Lines = list[tuple[str, str]]
@@ -216,6 +216,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     flag("--attention-bias")
     flag("--non-causal", "is_causal = 0")
     flag("--lse", "return_lse")
+    size("--split-keys", 0, "split_keys; 0: as the backend chooses")
     parser.add_argument("--backend", help="force one, as backend= does")
 
 
@@ -278,6 +279,7 @@ def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
         },
         return_lse=given.lse,
         metadata=(given.query_len, given.context) if given.metadata else None,
+        split_keys=coerce_split_keys(given.split_keys or None),
     )
     return problem, select(problem, arch, given.backend or env.backend())
 

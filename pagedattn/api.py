@@ -215,7 +215,7 @@ class PagedAttention:
         return self.execute({name: x for name, x in zip(_INPUTS, given, strict=True) if x is not None}, out)
 
     def execute(self, arrays: dict[str, Any], out: Any = None) -> PagedAttentionResult:
-        """Check the inputs that are present, by name, and run the call."""
+        """Check the inputs that are present, by name, and run the call. The dict is taken over."""
         key_cache, value_cache = arrays.get("key_cache"), arrays.get("value_cache")
         if out is not None:
             arrays["output"] = out
@@ -294,8 +294,10 @@ class PagedAttention:
 
         attention_metadata is taken out of the arrays: its values are read here, so it may be a new one at every call.
         """
-        bounds = arrays.pop("attention_metadata", None)
-        metadata = None if bounds is None else _values_of_metadata(bounds)
+        bounds, metadata = arrays.pop("attention_metadata", None), None
+        if bounds is not None:
+            bounds = import_foreign("attention_metadata", bounds)
+            metadata = _values_of_metadata(bounds)
         signatures, pointers = identify(arrays)
         backend = self.options["backend"] or env.backend()
         kind = (backend, emulated(), metadata, *arrays, *signatures)
@@ -318,7 +320,7 @@ class PagedAttention:
         runtime, query = runtime_of(infos["query"].device), arrays["query"]
         with runtime.active(adapter_of("query", query).stream(query)):
             problem = validate(
-                infos if bounds is None else {**infos, "attention_metadata": _info_of_metadata(bounds)},
+                infos if bounds is None else {**infos, "attention_metadata": _info_of("attention_metadata", bounds)},
                 self.attributes,
                 return_lse=self.return_lse,
                 qk_dtype=self.qk_dtype,
@@ -392,9 +394,18 @@ def _infos(names: Iterable[str], signatures: list[Signature], pointers: list[int
     """Descriptions of arrays that `identify` has seen."""
     infos: dict[str, TensorInfo] = {}
     for name, signature, pointer in zip(names, signatures, pointers, strict=True):
-        info: TensorInfo = signature[0].info(signature, pointer)
+        info = _named(name, signature, pointer)
         infos[name] = info._replace(device="emulated") if emulated() else info
     return infos
+
+
+def _named(name: str, signature: Signature, pointer: int) -> TensorInfo:
+    """Description of an array whose signature its adapter may refuse."""
+    try:
+        info: TensorInfo = signature[0].info(signature, pointer)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{name}: {error}") from None
+    return info
 
 
 _INT32 = np.dtype(np.int32)
@@ -403,16 +414,14 @@ _INT32 = np.dtype(np.int32)
 def _values_of_metadata(bounds: Any) -> tuple[int, ...] | None:
     """Values of attention_metadata, if it is what it should be; `validate` says what it should."""
     if type(bounds) is not np.ndarray:  # the usual, and the quickest to read
-        bounds = import_foreign("attention_metadata", bounds)
-        if _info_of_metadata(bounds).device != "cpu":
+        if _info_of("attention_metadata", bounds).device != "cpu":
             return None
         bounds = adapter_of("attention_metadata", bounds).to_numpy(bounds)
     return tuple(bounds.tolist()) if bounds.dtype == _INT32 and bounds.shape in ((2,), (3,)) else None
 
 
-def _info_of_metadata(bounds: Any) -> TensorInfo:
-    bounds = import_foreign("attention_metadata", bounds)
-    return adapter_of("attention_metadata", bounds).describe(bounds)
+def _info_of(name: str, x: Any) -> TensorInfo:
+    return _named(name, *adapter_of(name, x).identify(x))
 
 
 def _print_debug_line(operator: str, problem: Problem, choice: Choice) -> None:
@@ -555,7 +564,9 @@ def paged_attention(
     split_keys : int, optional
         Keys of a split, a multiple of 16, for the backends that cut a long context into splits and merge them. The size
         that they choose follows from the call's bounds; with a given one (and backend) a sequence's result does not
-        depend on the rest of the batch or on its size, bit for bit. The memory of the parts is then what it takes.
+        depend on the rest of the batch or on its size, bit for bit; in LATENT as long as the bound of new tokens is the
+        same (attention_metadata, else the rows of query). Their parts then take whatever memory they need, on a GPU
+        ``4 * N * splits of the context's bound * H * (DV + 1)`` bytes: give prompts an operator of their own.
 
     Returns
     -------

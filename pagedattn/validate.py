@@ -185,16 +185,22 @@ def coerce_options(backend: Any, checks: Any, max_output_qk_bytes: Any, split_ke
     """Arguments of a call that are neither inputs nor attributes, by name, and nothing about its results."""
     if backend is not None and not isinstance(backend, str):
         raise InvalidArgumentError(expected("backend", "a name or None", repr(backend)))
-    if split_keys is not None:
-        split_keys = coerce_number("split_keys", split_keys, 16)
-        if split_keys % 16 or split_keys >= 2**31:
-            raise InvalidArgumentError(expected("split_keys", "a multiple of 16 below 2**31, or None", split_keys))
     return {
         "backend": backend,
         "checks": None if checks is None else coerce_switch("checks", checks),
         "max_output_qk_bytes": coerce_number("max_output_qk_bytes", max_output_qk_bytes, 0),
-        "split_keys": split_keys,
+        "split_keys": coerce_split_keys(split_keys),
     }
+
+
+def coerce_split_keys(split_keys: Any) -> int | None:
+    """Keys of a split, or None."""
+    if split_keys is None:
+        return None
+    keys = coerce_number("split_keys", split_keys, 16)
+    if keys % 16 or keys >= 2**31:
+        raise InvalidArgumentError(expected("split_keys", "a multiple of 16 below 2**31, or None", keys))
+    return keys
 
 
 def _coerce(row: contract.Attribute, value: Any) -> int | float | str:
@@ -552,7 +558,7 @@ def layout_contiguous(call: Call) -> str | None:
         return None
     strided = {"query", "key", "value", "key_cache", "value_cache", "attention_bias"}
     for name, tensor in call.tensors.items():
-        if 0 in tensor.shape:
+        if 0 in tensor.shape or name == "attention_metadata":  # of the host
             continue
         if name in strided:
             if tensor.shape[-1] > 1 and tensor.strides[-1] != 1:

@@ -296,6 +296,15 @@ def test_explain_refuses_as_a_call_would(run, flags, message):
     assert message in error
 
 
+def test_explain_takes_the_keys_of_a_split(run):
+    status, text, _ = run(*CALL, "--split-keys", "64")
+    assert status == 0
+    assert "split_keys=64" in text
+    status, _, error = run(*CALL, "--split-keys", "24")
+    assert status != 0
+    assert "split_keys: expected a multiple of 16" in error
+
+
 def test_warmup_is_for_gpus(run):
     status, text, error = run("warmup", *CALL[1:])
     assert (status, text) == (1, "")

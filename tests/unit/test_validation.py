@@ -969,6 +969,34 @@ def test_metadata_of_any_kind_is_checked_before_it_is_read():
         assert str(refusal.value) == message
 
 
+class OnceOnly:
+    """A foreign array that may be taken through DLPack once, as a stream's producer may want it."""
+
+    def __init__(self, array):
+        self.array, self.taken = array, False
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        assert not self.taken
+        self.taken = True
+        return self.array.__dlpack__(**options)
+
+
+def test_metadata_is_read_once_whatever_its_strides_and_what_came_before():
+    built = build(replace(EVERYTHING, metadata=False))
+    want = built.copy().run(paged_attention).output
+    operator = PagedAttention(**built.attributes)
+    bounds = np.array([8, 99, 48, 99], i32)
+    for metadata in (bounds[::2], bounds[::2].copy(), OnceOnly(bounds[::2].copy()), bounds[::2]):
+        got = operator(**built.copy().inputs, attention_metadata=metadata)
+        assert got.output.tobytes() == want.tobytes()
+    for metadata in (bounds[::2].astype(np.int64), bounds[::2].astype(">i4"), bounds[None, ::2]):
+        with pytest.raises(InvalidArgumentError, match="attention_metadata: expected"):
+            operator(**built.copy().inputs, attention_metadata=metadata)
+
+
 def test_metadata_is_clamped_to_the_batch_and_the_table():
     built = build(EVERYTHING)
     inputs = {**built.inputs, "attention_metadata": np.array([10**6, 10**6, 7], i32)}
