@@ -358,7 +358,6 @@ def _distinct(cases: Iterable[Case]) -> list[Case]:
 
 # ---- lists -------------------------------------------------------------------------------------------------------
 
-
 # With seed 0 the plain computation, from which `assert_close` takes its measure, is nearer to the oracle than it has a
 # right to be.
 LUCKY = (
@@ -476,6 +475,9 @@ CORNER = _distinct(
         Case(**_WIDE_LATENT, group_size=24, lengths=MIXED, cache="float8e4m3fn", k_quant="PER_CHANNEL", window=20),
         Case(**_WIDE_LATENT, group_size=64, lengths=DECODE, io="bfloat16", cache="int8", k_quant="PER_CHANNEL"),
         Case(**_WIDE_LATENT, group_size=10, lengths=MIXED, io="bfloat16", bias="BH"),
+        Case(**_WIDE_LATENT, group_size=16, lengths=DECODE, window=20),
+        Case(**_WIDE_LATENT, group_size=16, lengths=DECODE, cache="float8e4m3fn", k_quant="PER_TENSOR"),
+        Case(**_WIDE_LATENT, group_size=32, lengths=DECODE, io="bfloat16", bias="1H"),
         Case(mode="latent", kv_num_heads=1, head_size=64, group_size=4, lengths=MIXED),
         Case(mode="latent", kv_num_heads=1, head_size=64, v_head_size=1, scale=1.0, group_size=4),
     ]
