@@ -387,11 +387,11 @@ def tiny() -> list[Case]:
     return _distinct(case_of(row) for row in pairwise(TINY_AXES, pair_allowed))
 
 
-_INT8 = {"cache": "int8", "k_quant": "PER_TENSOR", "v_quant": "PER_CHANNEL"}
-_FP8 = {"cache": "float8e4m3fn", "k_quant": "PER_TENSOR", "v_quant": "PER_TENSOR"}
-_INT4 = {"cache": "int4", "k_quant": "PER_CHANNEL", "v_quant": "PER_CHANNEL"}
-_LATENT = {"mode": "latent", "kv_num_heads": 1, "head_size": 72, "v_head_size": 64, "scale": 0.1}
-_WIDE_LATENT = {**_LATENT, "head_size": 576, "v_head_size": 512, "scale": 0.07}
+_INT8: dict[str, Any] = {"cache": "int8", "k_quant": "PER_TENSOR", "v_quant": "PER_CHANNEL"}
+_FP8: dict[str, Any] = {"cache": "float8e4m3fn", "k_quant": "PER_TENSOR", "v_quant": "PER_TENSOR"}
+_INT4: dict[str, Any] = {"cache": "int4", "k_quant": "PER_CHANNEL", "v_quant": "PER_CHANNEL"}
+_LATENT: dict[str, Any] = {"mode": "latent", "kv_num_heads": 1, "head_size": 72, "v_head_size": 64, "scale": 0.1}
+_WIDE_LATENT: dict[str, Any] = {**_LATENT, "head_size": 576, "v_head_size": 512, "scale": 0.07}
 
 SMOKE = _distinct(
     [
