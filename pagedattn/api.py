@@ -15,7 +15,7 @@ import numpy as np
 from pagedattn import contract, env
 from pagedattn.arrays import Adapter, Signature, adapter_of, dtype_named, identify, import_foreign
 from pagedattn.dispatch import Choice, select
-from pagedattn.dtypes import FLOAT32
+from pagedattn.dtypes import FLOAT32, INT32
 from pagedattn.errors import InvalidArgumentError, PagedAttentionError
 from pagedattn.jit.launch import Executor
 from pagedattn.problem import Problem, TensorInfo
@@ -408,16 +408,13 @@ def _named(name: str, signature: Signature, pointer: int) -> TensorInfo:
     return info
 
 
-_INT32 = np.dtype(np.int32)
-
-
 def _values_of_metadata(bounds: Any) -> tuple[int, ...] | None:
     """Values of attention_metadata, if it is what it should be; `validate` says what it should."""
     if type(bounds) is not np.ndarray:  # the usual, and the quickest to read
         if _info_of("attention_metadata", bounds).device != "cpu":
             return None
         bounds = adapter_of("attention_metadata", bounds).to_numpy(bounds)
-    return tuple(bounds.tolist()) if bounds.dtype == _INT32 and bounds.shape in ((2,), (3,)) else None
+    return tuple(bounds.tolist()) if bounds.dtype == INT32.numpy and bounds.shape in ((2,), (3,)) else None
 
 
 def _info_of(name: str, x: Any) -> TensorInfo:

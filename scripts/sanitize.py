@@ -30,7 +30,7 @@ FINDINGS_EXIT_CODE = 86
 def run_tool(tool: str, timeout: float, share: int, shares: int) -> dict[str, Any]:
     """Run one tool over every ``shares``-th test; returns its findings, tests run, and what went wrong."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    tests = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "tests/gpu/test_sanitizer_corners.py"]
+    tests = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/gpu/test_sanitizer_corners.py"]
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(FINDINGS_EXIT_CODE), "--show-backtrace", "no"]
     command += ["--print-limit", "200", sys.executable, *tests]
     process = subprocess.Popen(
