@@ -244,7 +244,7 @@ def test_a_warm_operator_compiles_nothing(target, monkeypatch):
             step([20], [1], table_width, window, False)
             step([20], [20], table_width, window, False)
     before = compiled()
-    for _ in range(60 if target.on_gpu else 12):
+    for _ in range(200 if target.on_gpu else 12):
         batch = int(rng.integers(1, 17 if target.on_gpu else 3))
         lengths = rng.integers(1, longest, batch)
         q_lens = [1] * batch if rng.random() < 0.7 else [int(rng.integers(1, min(n, 20) + 1)) for n in lengths]
