@@ -94,7 +94,7 @@ static_assert(kScores / 2 * 4 * kWarpgroup == kRopeBytes, "the weights of a tile
 enum Piece { kRope, kOwnHalf, kOtherHalf, kPieces };
 
 // Named barriers.
-enum Barrier { kNone, kWeights, kTile = kWeights + 2, kConsumers = kTile + 2, kTurn };  // kWeights and kTile: one for each warpgroup
+enum Barrier { kNone, kTile, kConsumers = kTile + 2, kTurn };  // kTile: one for each warpgroup
 
 // One piece of work. One thread writes it, every thread of the others reads it.
 struct Work {
@@ -124,6 +124,7 @@ struct Shared {
   uint64_t* loads_issued; // of a work
   uint64_t* query_full;
   uint64_t* query_empty;
+  uint64_t* weights;      // [2] of the tile of a warpgroup
   uint32_t* unmapped;     // [2] bit i: block i of the tile has nothing to see
   float* reference;       // [2][64] that the weights in a tile are relative to
   float* sum;             // [2 works][2][64] of each warpgroup's weights
@@ -143,7 +144,8 @@ struct Shared {
     loads_issued = work_empty + 2;
     query_full = loads_issued + 1;
     query_empty = query_full + 1;
-    unmapped = reinterpret_cast<uint32_t*>(query_empty + 1);
+    weights = query_empty + 1;
+    unmapped = reinterpret_cast<uint32_t*>(weights + 2);
     reference = reinterpret_cast<float*>(unmapped + 2);
     sum = reference + 2 * kWarpgroupRows;
     spoilt = reinterpret_cast<uint32_t*>(sum + 4 * kWarpgroupRows);
@@ -559,7 +561,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       shared.reference[kOwn * kWarpgroupRows + row(1)] = rows.reference[1];
     }
     ptx::fence_async_proxy();  // the copy engine writes there next
-    ptx::named_barrier_arrive(kWeights + kOwn, kConsumerThreads);
+    ptx::mbarrier_arrive(shared.weights + kOwn);
     own_parity ^= 1;
     return moved;
   }
@@ -567,7 +569,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
   // Takes the weights of the other warpgroup's tile, and their reference. Returns whether that is a new one.
   template <int kOwn>
   __device__ __forceinline__ bool receive(uint32_t (&weights)[kTileKeys / 16][4], float (&reference)[2], const RowPair& rows) {
-    ptx::named_barrier_sync(kWeights + 1 - kOwn, kConsumerThreads);
+    ptx::mbarrier_wait(shared.weights + 1 - kOwn, other_parity);
     const Vector16* s_weights = reinterpret_cast<const Vector16*>(tile_of(1 - kOwn)) + threadIdx.x % kWarpgroup;
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
@@ -577,8 +579,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) reference[half] = shared.reference[(1 - kOwn) * kWarpgroupRows + row(half)];
-    __syncwarp();  // all lanes have read
-    release(1 - kOwn, kRope);
+    ptx::mbarrier_arrive(shared.empty + (1 - kOwn) * kPieces + kRope);  // every thread, because every one has read
     wait_piece(1 - kOwn, kOtherHalf, other_parity);  // long there, but its bytes have to be visible here too
     other_parity ^= 1;
     return __any_sync(kFullWarp, reference[0] != rows.reference[0] || reference[1] != rows.reference[1]);
@@ -786,9 +787,10 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_c
     ptx::prefetch_tensor_map(p.query_map);
     for (int i = 0; i < 2 * kPieces; ++i) {
       ptx::mbarrier_init(shared.full + i, 1);
-      ptx::mbarrier_init(shared.empty + i, kConsumerWarps);
+      ptx::mbarrier_init(shared.empty + i, i % kPieces == kRope ? kWarpgroup : kConsumerWarps);
     }
     for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(shared.weights + i, kWarpgroup);
       ptx::mbarrier_init(shared.work_full + i, 1);
       ptx::mbarrier_init(shared.work_empty + i, kConsumerThreads + 3 * kWarpSize);
     }
