@@ -167,8 +167,6 @@ def why_not_problem(problem: Problem) -> str | None:
         return f"the cache holds {p.cache_dtype.name}, not the type of the query or codes of 8 bits"
     if (p.head_size, p.v_head_size) != (HEAD_SIZE, VALUE_SIZE):
         return f"head sizes ({p.head_size}, {p.v_head_size}) are not ({HEAD_SIZE}, {VALUE_SIZE})"
-    if p.cache_dtype.is_quantized and spans_tokens(p, choose(p.io_dtype, p.cache_dtype, row_bound(p), False).rows):
-        return "a tile of codes serves rows of one token"
     return None
 
 
