@@ -1,7 +1,7 @@
 // latent_decode_sm90.cu: attention over a LATENT cache on Hopper's tensor cores. One row of 576 channels is the key of every
 // head, and its first 512 channels are the value; a tile of 64 of them is brought once and serves both products.
 //
-//   grid    x: CTAs that stay, and take a piece of work whenever they have finished one
+//   grid    x: CTAs, or clusters of two, that stay, and take a piece of work whenever they have finished one
 //   work    (row tile, split of its keys): whole splits first, then the last splits of sequences, the longer ones before the others
 //   CTA     warp 0 finds work, warps 1 and 2 load tiles, warp 3 queries; two warpgroups compute, each for half of the channels
 //   reads   query once a split; each latent row that some token of the tile admits once a row tile
@@ -20,6 +20,10 @@
 //
 // A tile comes in three pieces, each with barriers of its own, so that a piece is loaded again as soon as it is used up: the rope
 // channels, and the halves of V. A piece is [64 / 8][channel groups] atoms of 8 rows of 64 channels, which wgmma's swizzle permutes.
+//
+// Where a token's heads are pairs of row tiles, a cluster of two CTAs takes a pair: the same keys, so each tile is read once and
+// comes to both. CTA 0 finds work for both, so they never disagree on it. CTA w of the cluster loads the tiles of warpgroup w into the
+// same buffer of both CTAs, and a piece is given back to it by the consumers of both; nothing else goes from one to the other.
 // Invariants
 //   Splits are planned for a row tile, from the keys that any of its tokens admits; combine_splits plans the same way.
 //   What no token of the work admits is not read where it fills blocks, and is zeros in the tile where it does not: it cannot
@@ -28,6 +32,7 @@
 //   Lengths that enter the mask are read here; host bounds only size the grid and the splits.
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/kv_accessor.cuh>
+#include <pagedattn/ptx/cluster.cuh>
 #include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/ptx/mbarrier.cuh>
 #include <pagedattn/ptx/setmaxnreg.cuh>
@@ -42,6 +47,7 @@
 struct LatentDecodeSm90Spec {
   DType io;         // of query, output and cache
   bool has_rules;   // softcap, attention_bias or a scale that is not positive
+  int ctas;         // of a cluster, 1 or 2; two have a row tile each of the same token, so 128 divides num_heads
 };
 
 struct LatentDecodeSm90Params {
@@ -85,6 +91,7 @@ constexpr int kConsumerWarps = kWarpgroup / kWarpSize;  // of a warpgroup
 constexpr int kThreads = kWarpgroup + kConsumerThreads;
 constexpr int kListedSequences = 512;  // of which what the list of work needs is kept in shared memory
 constexpr int kLastRanks = 16;         // classes of last splits by their length
+constexpr uint16_t kBothCtas = 3;      // of a cluster, by the bits of their ranks
 constexpr int kLoadRegisters = 56;
 constexpr int kComputeRegisters = 224;
 static_assert(kLoadRegisters + 2 * kComputeRegisters <= 3 * (65536 / kThreads / 8 * 8), "more would wait forever");
@@ -92,6 +99,7 @@ static_assert(kScores / 2 * 4 * kWarpgroup == kRopeBytes, "the weights of a tile
 
 // Pieces of a tile in the order in which they are loaded: the half that the tile's own warpgroup needs is the first to be free.
 enum Piece { kRope, kOwnHalf, kOtherHalf, kPieces };
+__device__ __forceinline__ constexpr int bytes_of(int piece) { return piece == kRope ? kRopeBytes : kHalfBytes; }
 
 // Named barriers.
 enum Barrier { kNone, kTile, kConsumers = kTile + 2, kTurn };  // kTile: one for each warpgroup
@@ -109,7 +117,7 @@ struct Work {
 
 // What the list of work has to know of a sequence.
 struct SequenceWork {
-  int tiles;   // of rows
+  int tiles;   // of rows, or pairs of them
   int splits;  // at most so many for each of them
   int rank;    // of the last ones
 };
@@ -158,6 +166,7 @@ struct Shared {
 __device__ __forceinline__ constexpr int half_offset(int half) { return kRopeBytes + half * kHalfBytes; }
 
 // Work of a sequence; the padding tokens are those of one more sequence.
+template <int kCtas>
 __device__ __forceinline__ SequenceWork work_of_sequence(const LatentDecodeSm90Params& p, int index) {
   const SequenceTable& table = p.sequences;
   if (index > table.batch_size) return {0, 1, 1};
@@ -181,11 +190,11 @@ __device__ __forceinline__ SequenceWork work_of_sequence(const LatentDecodeSm90P
     last = span - (splits - 1) * split_size;
   }
   const int shorter = max_of(0, split_size - last) / ceil_div(split_size, kLastRanks);
-  return {ceil_div((end - begin) * p.out.num_heads, kWarpgroupRows), splits, 1 + min_of(shorter, kLastRanks - 1)};
+  return {ceil_div((end - begin) * p.out.num_heads, kCtas * kWarpgroupRows), splits, 1 + min_of(shorter, kLastRanks - 1)};
 }
 
-// Walks over the work of all CTAs in order, 32 sequences at a time.
-struct WorkList {
+// Walks over the work of all CTAs or clusters in order, 32 sequences at a time.
+template <int kCtas> struct WorkList {
   const LatentDecodeSm90Params& p;
   const SequenceWork* s_listed;
   int rank = 0;   // 0: whole splits, else last splits, the longest ones first
@@ -197,7 +206,7 @@ struct WorkList {
 
   __device__ __forceinline__ void read_chunk() {
     const int index = kWarpSize * chunk + threadIdx.x % kWarpSize;
-    own = index < kListedSequences ? s_listed[index] : work_of_sequence(p, index);
+    own = index < kListedSequences ? s_listed[index] : work_of_sequence<kCtas>(p, index);
     works = rank == 0 ? own.tiles * (own.splits - 1) : rank == own.rank ? own.tiles : 0;
     in_chunk = __reduce_add_sync(kFullWarp, works);
   }
@@ -223,14 +232,16 @@ struct WorkList {
     const int own_tiles = __shfl_sync(kFullWarp, own.tiles, lane);
     const int own_splits = __shfl_sync(kFullWarp, own.splits, lane);
     // The row tiles of a split are neighbours, so that they read it from L2; those that see most keys come first.
-    tile = row_tile_of(p.sequences, kWarpSize * chunk + lane, from_end % own_tiles, kWarpgroupRows, p.out.num_heads, capacity_of(p.blocks));
+    const int first = from_end % own_tiles * kCtas;
+    tile = row_tile_of(p.sequences, kWarpSize * chunk + lane, first, kWarpgroupRows, p.out.num_heads, capacity_of(p.blocks));
     split = rank == 0 ? from_end / own_tiles : own_splits - 1;
     return true;
   }
 };
 
-// Work number `index` as a whole warp finds it. False where there is nothing to do.
-__device__ __forceinline__ bool find_work(const LatentDecodeSm90Params& p, WorkList& list, int index, Work& work) {
+// Work number `index` as a whole warp finds it; of a pair of row tiles, the first. False where there is nothing to do.
+template <int kCtas>
+__device__ __forceinline__ bool find_work(const LatentDecodeSm90Params& p, WorkList<kCtas>& list, int index, Work& work) {
   if (!list.find(index, work.tile, work.split)) {
     work.tile.rows = 0;
     return true;
@@ -255,13 +266,34 @@ __device__ __forceinline__ bool find_work(const LatentDecodeSm90Params& p, WorkL
   return work.split < max_of(1, work.split_count);
 }
 
-// The warp that finds work.
-__device__ __forceinline__ void find_all_work(const LatentDecodeSm90Params& p, const Shared& shared) {
-  WorkList list{p, shared.listed};
+// Arrives at a barrier of CTA `rank`.
+template <int kCtas> __device__ __forceinline__ void arrive(uint64_t* s_barrier, int rank) {
+  if constexpr (kCtas == 1) {
+    ptx::mbarrier_arrive(s_barrier);
+  } else {
+    ptx::mbarrier_arrive(s_barrier, rank);
+  }
+}
+
+// How a thread gets to know its next work, which CTA 0 has found, and tells that it has read it for the last time.
+template <int kCtas> __device__ __forceinline__ void wait_work(const Shared& shared, const Ring<2>& works) {
+  if constexpr (kCtas == 1) {
+    ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+  } else {
+    ptx::mbarrier_wait_cluster(shared.work_full + works.stage, works.parity);
+  }
+}
+template <int kCtas> __device__ __forceinline__ void release_work(const Shared& shared, const Ring<2>& works) {
+  arrive<kCtas>(shared.work_empty + works.stage, 0);
+}
+
+// The warp that finds work, of CTA 0 of a cluster.
+template <int kCtas> __device__ __forceinline__ void find_all_work(const LatentDecodeSm90Params& p, const Shared& shared) {
+  WorkList<kCtas> list{p, shared.listed};
   list.read_chunk();
   Ring<2> works;
   Ring<1> issued;
-  int index = blockIdx.x;
+  int index = blockIdx.x / kCtas;
   for (bool first = true;; first = false) {
     if (!first) {  // who takes work early may keep it from a CTA that is ready for it
       ptx::mbarrier_wait(shared.loads_issued, issued.parity);
@@ -271,7 +303,7 @@ __device__ __forceinline__ void find_all_work(const LatentDecodeSm90Params& p, c
     for (;;) {
       if (!first) {
         ptx::wait_for_previous_kernel();  // which sets next_work to 0
-        if (threadIdx.x % kWarpSize == 0) index = static_cast<int>(gridDim.x) + atomicAdd(p.next_work, 1);
+        if (threadIdx.x % kWarpSize == 0) index = static_cast<int>(gridDim.x / kCtas) + atomicAdd(p.next_work, 1);
         index = __shfl_sync(kFullWarp, index, 0);
       }
       first = false;
@@ -281,6 +313,10 @@ __device__ __forceinline__ void find_all_work(const LatentDecodeSm90Params& p, c
     if (ptx::elect()) {
       shared.work[works.stage] = work;
       ptx::mbarrier_arrive(shared.work_full + works.stage);
+      if constexpr (kCtas == 2) {
+        work.tile.first_head += kWarpgroupRows;  // the next row tile: of the same token, as long, with the same keys
+        ptx::send(shared.work + works.stage, work, shared.work_full + works.stage, 1);
+      }
     }
     __syncwarp();
     if (work.tile.rows == 0) break;
@@ -288,27 +324,40 @@ __device__ __forceinline__ void find_all_work(const LatentDecodeSm90Params& p, c
   }
 }
 
-// A warp that loads the tiles of warpgroup `own`.
-__device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, const Shared& shared, int own) {
+// Starts the copy of a box to where it belongs in a piece, of every CTA that shares it.
+template <int kCtas>
+__device__ __forceinline__ void load_box(unsigned char* s_target, const TensorMap& map, uint64_t* s_full, uint64_t policy, int group,
+                                         int eight, int block) {
+  if constexpr (kCtas == 1) {
+    ptx::tma_load(s_target, map, s_full, policy, 0, 0, group, eight, block);
+  } else {
+    ptx::tma_load_multicast(s_target, map, s_full, kBothCtas, policy, 0, 0, group, eight, block);
+  }
+}
+
+// A warp that loads the tiles of warpgroup `own`. In a cluster it does so in CTA `own`, for both; in the other CTA it only tells
+// the barriers what will come.
+template <int kCtas> __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, const Shared& shared, int own) {
   const int lane = threadIdx.x % kWarpSize;
   const int block_keys = min_of(p.blocks.block_size, kTileKeys);  // of a block that lie in one tile
   const int parts = kTileKeys / block_keys;
   unsigned char* s_tile = shared.tiles + own * kTileBytes;
   uint64_t* s_full = shared.full + own * kPieces;
   uint64_t* s_empty = shared.empty + own * kPieces;
+  const bool issuer = kCtas == 1 || ptx::cluster_rank() == own;
   const uint64_t policy = p.reads_once != 0 ? ptx::evict_first_policy() : ptx::evict_normal_policy();
   Ring<2> works;
   Ring<1> ring;
 
   for (;; works.advance()) {
-    ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+    wait_work<kCtas>(shared, works);
     const Work& work = shared.work[works.stage];
     const bool ends = work.tile.rows == 0;
     const int sequence = work.tile.sequence.index;
     const KeyRange keys = work.keys;
     const int first_tile = work.first_tile;
     const int tile_count = work.tile_count;
-    ptx::mbarrier_arrive(shared.work_empty + works.stage);
+    release_work<kCtas>(shared, works);
     if (ends) break;
 
     // Lane l: the block that holds part l of tile i, or kUnmapped where there is nothing to read.
@@ -326,16 +375,26 @@ __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, cons
       const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped) & ((1u << parts) - 1u);
       const int eight = offset_in_block(p.blocks, (first_tile + i) * kTileKeys) / 8;  // 0 unless the tile lies in one block
 
+      if constexpr (kCtas == 2) {
+        // With the weights of the tile before, all of that tile has come and is masked here. What comes for this one may be early.
+        ptx::mbarrier_wait(shared.weights + own, ring.parity ^ 1);
+        if (ptx::elect()) {
+          shared.unmapped[own] = unmapped;
+          for (int piece = 0; piece < kPieces; ++piece) ptx::mbarrier_arrive_expect(s_full + piece, bytes_of(piece));
+        }
+        __syncwarp();
+      }
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
+        if (!issuer) break;
         const int half = piece == kOwnHalf ? own : 1 - own;
         const TensorMap& map = piece == kRope ? p.rope_map : p.half_map;
         const int group = piece == kRope ? kRopeGroup : half * kHalfGroups;
-        const int bytes = piece == kRope ? kRopeBytes : kHalfBytes;
+        const int bytes = bytes_of(piece);
         unsigned char* s_piece = s_tile + (piece == kRope ? 0 : half_offset(half));
         ptx::mbarrier_wait(s_empty + piece, ring.parity ^ 1);
         const bool issues = ptx::elect();
-        if (issues) {
+        if (kCtas == 1 && issues) {
           if (piece == kRope) shared.unmapped[own] = unmapped;
           ptx::mbarrier_arrive_expect(s_full + piece, bytes);
         }
@@ -343,7 +402,7 @@ __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, cons
         for (int part = 0; part < kTileKeys / kSmallestBlock; ++part) {
           if (part >= parts) break;
           const int from = __shfl_sync(kFullWarp, block, part);
-          if (issues) ptx::tma_load(s_piece + part * (bytes / parts), map, s_full + piece, policy, 0, 0, group, eight, from);
+          if (issues) load_box<kCtas>(s_piece + part * (bytes / parts), map, s_full + piece, policy, group, eight, from);
         }
       }
       ring.advance();
@@ -355,15 +414,16 @@ __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, cons
 
 // The warp that loads the query rows of a work, when the products with those of the work before are complete; rows that do not
 // exist are zeros.
+template <int kCtas>
 __device__ __forceinline__ void load_queries(const LatentDecodeSm90Params& p, const Shared& shared) {
   int zeros_from = kWarpgroupRows;  // row from which on there are zeros
   Ring<2> works;
 
   if (p.query_is_new != 0) ptx::wait_for_previous_kernel();
   for (;; works.advance()) {
-    ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+    wait_work<kCtas>(shared, works);
     const RowTile tile = shared.work[works.stage].tile;
-    ptx::mbarrier_arrive(shared.work_empty + works.stage);
+    release_work<kCtas>(shared, works);
     if (tile.rows == 0) break;
 
     ptx::mbarrier_wait(shared.query_empty, works.stage ^ 1);  // its parity changes with each work
@@ -436,7 +496,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     ptx::mbarrier_wait(shared.full + warpgroup * kPieces + piece, parity);
   }
   __device__ __forceinline__ void release(int warpgroup, Piece piece) const {
-    if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(shared.empty + warpgroup * kPieces + piece);
+    if (threadIdx.x % kWarpSize == 0) arrive<S.ctas>(shared.empty + warpgroup * kPieces + piece, warpgroup);  // which CTA loads it
   }
   // After the products of own tile i with the queries.
   __device__ __forceinline__ void release_queries(int i) const {
@@ -579,7 +639,12 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) reference[half] = shared.reference[(1 - kOwn) * kWarpgroupRows + row(half)];
-    ptx::mbarrier_arrive(shared.empty + (1 - kOwn) * kPieces + kRope);  // every thread, because every one has read
+    if constexpr (S.ctas == 1) {
+      ptx::mbarrier_arrive(shared.empty + (1 - kOwn) * kPieces + kRope);  // every thread, because every one has read
+    } else {
+      __syncwarp();  // all lanes have read; one arrives, because the way is long
+      release(1 - kOwn, kRope);
+    }
     wait_piece(1 - kOwn, kOtherHalf, other_parity);  // long there, but its bytes have to be visible here too
     other_parity ^= 1;
     return __any_sync(kFullWarp, reference[0] != rows.reference[0] || reference[1] != rows.reference[1]);
@@ -746,7 +811,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
 
   __device__ __forceinline__ void run() {
     for (Ring<2> works;; works.advance()) {
-      ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+      wait_work<S.ctas>(shared, works);
       work = shared.work + works.stage;
       if (work->tile.rows == 0) break;
       first_key = work->first_tile * kTileKeys;
@@ -772,13 +837,12 @@ template <LatentDecodeSm90Spec S> struct Consumer {
         repair<S>(p, *work, shared.spoilt);
         ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // all have read who is spoilt
       }
-      ptx::mbarrier_arrive(shared.work_empty + works.stage);
+      release_work<S.ctas>(shared, works);
     }
   }
 };
 
-template <LatentDecodeSm90Spec S>
-__global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_constant__ LatentDecodeSm90Params p) {
+template <LatentDecodeSm90Spec S> __device__ __forceinline__ void attend(const LatentDecodeSm90Params& p) {
   static_assert(S.io == DType::f16 || S.io == DType::bf16, "wgmma with 16-bit operands");
   const Shared shared;
   if (threadIdx.x == kThreads - kWarpSize) {  // of a warp that seldom lists sequences
@@ -787,37 +851,55 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_c
     ptx::prefetch_tensor_map(p.query_map);
     for (int i = 0; i < 2 * kPieces; ++i) {
       ptx::mbarrier_init(shared.full + i, 1);
-      ptx::mbarrier_init(shared.empty + i, i % kPieces == kRope ? kWarpgroup : kConsumerWarps);
+      ptx::mbarrier_init(shared.empty + i, S.ctas == 1 && i % kPieces == kRope ? kWarpgroup : S.ctas * kConsumerWarps);
     }
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(shared.weights + i, kWarpgroup);
       ptx::mbarrier_init(shared.work_full + i, 1);
-      ptx::mbarrier_init(shared.work_empty + i, kConsumerThreads + 3 * kWarpSize);
+      ptx::mbarrier_init(shared.work_empty + i, S.ctas * (kConsumerThreads + 3 * kWarpSize));
     }
     ptx::mbarrier_init(shared.loads_issued, 2);
     ptx::mbarrier_init(shared.query_full, 1);
     ptx::mbarrier_init(shared.query_empty, 2 * kConsumerWarps);
     ptx::mbarrier_init_fence();
   }
+  if constexpr (S.ctas == 2) ptx::cluster_arrive_relaxed();
   // Lengths, block table and maybe the query are read while the kernel ahead still writes the cache.
   const int listed = min_of(kListedSequences, round_up(p.sequences.batch_size + 1, kWarpSize));
-  for (int i = threadIdx.x; i < listed; i += kThreads) shared.listed[i] = work_of_sequence(p, i);
+  for (int i = threadIdx.x; i < listed; i += kThreads) shared.listed[i] = work_of_sequence<S.ctas>(p, i);
   __syncthreads();  // the barriers are initialized, and the sequences listed, for all threads
+  if constexpr (S.ctas == 2) ptx::cluster_wait();  // those of the other CTA, too
   ptx::let_next_kernel_start();
 
   if (threadIdx.x < kWarpgroup) {
     ptx::decrease_registers<kLoadRegisters>();
     const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);  // the same in all lanes, visibly
     if (warp == 0) {
-      find_all_work(p, shared);
+      if (S.ctas == 1 || ptx::cluster_rank() == 0) find_all_work<S.ctas>(p, shared);
     } else if (warp < 3) {
-      load_tiles(p, shared, warp - 1);
+      load_tiles<S.ctas>(p, shared, warp - 1);
     } else {
-      load_queries(p, shared);
+      load_queries<S.ctas>(p, shared);
     }
   } else {
     ptx::increase_registers<kComputeRegisters>();
     ptx::wait_for_previous_kernel();  // spoilt rows are read again from the cache
     Consumer<S>(p, shared).run();
   }
+  if constexpr (S.ctas == 2) {  // nobody ends while the other one may still arrive at its barriers
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+}
+
+template <LatentDecodeSm90Spec S>
+  requires(S.ctas == 1)
+__global__ void __launch_bounds__(kThreads, 1) latent_decode_sm90(const __grid_constant__ LatentDecodeSm90Params p) {
+  attend<S>(p);
+}
+
+template <LatentDecodeSm90Spec S>
+  requires(S.ctas == 2)
+__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(2) latent_decode_sm90(const __grid_constant__ LatentDecodeSm90Params p) {
+  attend<S>(p);
 }

@@ -41,6 +41,7 @@ class LatentDecodeSm90Spec(Spec):
 
     io: DType
     has_rules: bool
+    ctas: int  # of a cluster that shares the tiles, each with a row tile of the same token: 1 or 2
 
 
 PARAMS = params(
@@ -92,6 +93,11 @@ KERNEL = Kernel(
 )
 
 
+def cluster_ctas(num_heads: int) -> int:
+    """CTAs of a cluster: two where the heads of a token are pairs of row tiles, which then attend the same keys."""
+    return 2 if num_heads % (2 * ROWS) == 0 else 1
+
+
 def row_tiles(token_count: int, batch_size: int, num_heads: int) -> int:
     """Most row tiles that a batch has; every sequence, and the padding after them, may end in one that is not full."""
     return min(token_count * ceil_div(num_heads, ROWS), token_count * num_heads // ROWS + batch_size + 1)
@@ -131,9 +137,9 @@ def split_size(span: int, tiles: int, multiprocessors: int) -> int:
     return max(256, round_up(ceil_div(span, splits), TILE_KEYS))
 
 
-def grid(tiles: int, split_count: int, multiprocessors: int) -> tuple[int, int, int]:
-    """CTAs of a launch: one a multiprocessor, or fewer when there is never so much work."""
-    return max(1, min(multiprocessors, tiles * split_count)), 1, 1
+def grid(tiles: int, split_count: int, multiprocessors: int, ctas: int) -> tuple[int, int, int]:
+    """CTAs of a launch, in whole clusters: one a multiprocessor, or fewer when there is never so much work."""
+    return ctas * max(1, min(multiprocessors, tiles * split_count) // ctas), 1, 1
 
 
 def why_not_problem(problem: Problem) -> str | None:
@@ -188,7 +194,7 @@ class LatentSm90Kernel:
         p = self.problem = problem
         self.executor = executor
         has_rules = p.softcap > 0 or p.bias_shape is not None or not p.scale > 0
-        self.spec = LatentDecodeSm90Spec(p.io_dtype, has_rules)
+        self.spec = LatentDecodeSm90Spec(p.io_dtype, has_rules, cluster_ctas(p.num_heads))
         self.function = executor.load(KERNEL, self.spec)
         ordered = not p.has_query_positions and p.is_causal
         self.tiles = row_tiles(p.token_count, p.batch_size, p.num_heads)
@@ -233,7 +239,7 @@ class LatentSm90Kernel:
             out=out,
             partials=partials,
         )
-        shape = grid(self.tiles, split_count, self.executor.multiprocessors)
+        shape = grid(self.tiles, split_count, self.executor.multiprocessors, self.spec.ctas)
         return Launch(self.function, shape, threads(self.spec), shared_bytes(self.spec), packed)
 
     def _query_map(self, query: tuple[int, int]) -> bytes:
@@ -263,6 +269,8 @@ class LatentSm90Kernel:
 
 def smoke_specs() -> Iterator[LatentDecodeSm90Spec]:
     """Specs that together reach every branch of the source."""
-    yield LatentDecodeSm90Spec(dtypes.BFLOAT16, False)
-    yield LatentDecodeSm90Spec(dtypes.FLOAT16, False)
-    yield LatentDecodeSm90Spec(dtypes.BFLOAT16, True)
+    yield LatentDecodeSm90Spec(dtypes.BFLOAT16, False, 1)
+    yield LatentDecodeSm90Spec(dtypes.FLOAT16, False, 1)
+    yield LatentDecodeSm90Spec(dtypes.BFLOAT16, True, 1)
+    yield LatentDecodeSm90Spec(dtypes.BFLOAT16, False, 2)
+    yield LatentDecodeSm90Spec(dtypes.FLOAT16, True, 2)

@@ -23,7 +23,9 @@ def test_corner(cupy, target: Target, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [Model(), Model(num_heads=16, kv_num_heads=1, head_size=576, v_head_size=512)], ids=str
+    "model",
+    [Model(), *(Model(num_heads=n, kv_num_heads=1, head_size=576, v_head_size=512) for n in (16, 128))],
+    ids=str,
 )
 def test_hostile_values_touch_nothing_they_must_not(cupy, model: Model) -> None:
     decoder = Decoder(cupy, model, (1, 32))
