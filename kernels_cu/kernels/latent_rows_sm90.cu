@@ -366,23 +366,9 @@ __device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, cons
 // Attends the rows again that were found spoilt, and writes what they should have been; all consumers call it, when all have
 // written their rows. Not inlined, because its registers would be missing in the main loop.
 template <LatentRowsSm90Spec S> __device__ __noinline__ void repair(const LatentRowsSm90Params& p, const Work& work, const uint32_t* s_spoilt) {
-  using Io = element_t<S.io>;
   for (int row = static_cast<int>(threadIdx.x) / kWarpSize; row < work.tile.rows; row += Shape<S>::kConsumerThreads / kWarpSize) {
     if ((s_spoilt[row / 32] >> row % 32 & 1u) == 0) continue;
-    const int token = work.tile.token(row);
-    const int head = work.tile.head_in_group(row);
-    PlainRow<S.io, S.cache, kHeadSize, kValueSize> plain;
-    plain.attend(static_cast<const Io*>(p.query) + token * p.query_stride + head * kHeadSize, p.key_cache, p.key_cache, 0, p.blocks,
-                 work.tile.sequence.index, keys_of_row(work.tile, row, p.sequences, p.rules, work.keys), p.rules,
-                 bias_row_of_tile<Io>(work.tile, row, p.rules, 0));
-    const float factor = finalize(plain.state, negative_infinity()).factor;
-    if (work.split_count <= 1) {
-      Io* g_row = output_row<Io>(p.out, token, head, kValueSize);
-      plain.for_values(factor, [&](int channel, float a, float b) { store_2(g_row, channel, kValueSize, a, b); });
-    } else {
-      float* g_row = p.partials.acc + partial_row(p.partials, token, work.split, p.out.num_heads, head) * partial_width(kValueSize);
-      plain.for_values(factor, [&](int channel, float a, float b) { *reinterpret_cast<float2*>(g_row + channel) = {a, b}; });
-    }
+    attend_row_again<S.io, S.cache, kHeadSize, kValueSize>(p, work, row);
   }
 }
 

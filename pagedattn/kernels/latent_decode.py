@@ -48,7 +48,7 @@ PARAMS = params(
     partials=PARTIALS,
 )
 
-# (row_tiles, warp_tiles, column_warps, tile_keys, stages): by rows of a CTA, best first; the first that fits is taken.
+# (row_tiles, warp_tiles, column_warps, tile_keys, stages): by rows of a CTA, best first; see `choose`.
 SHAPES = {
     4: ((4, 2, 4, 64, 2), (4, 2, 4, 64, 1)),
     2: ((2, 1, 4, 64, 2), (2, 1, 4, 32, 2)),

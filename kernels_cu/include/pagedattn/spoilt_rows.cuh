@@ -13,7 +13,9 @@
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/kv_accessor.cuh>
 #include <pagedattn/mask.cuh>
+#include <pagedattn/row_tiles.cuh>
 #include <pagedattn/softmax.cuh>
+#include <pagedattn/split.cuh>
 
 // Whether row `half` of a lane, in wgmma's layout of an accumulator, has a sum that is NaN, and a sum of weights that is not.
 template <int kCount> __device__ __forceinline__ bool is_spoilt(const float (&acc)[kCount], int half, float weights) {
@@ -213,3 +215,23 @@ template <DType Io, DType Cache, int kHeadSize, int kValueSize> struct PlainRow 
     }
   }
 };
+
+// Attends row `row` of a LATENT kernel's work again, and writes what it should have been. A warp calls it.
+template <DType Io, DType Cache, int kHeadSize, int kValueSize, class Params, class Work>
+__device__ __forceinline__ void attend_row_again(const Params& p, const Work& work, int row) {
+  using Element = element_t<Io>;
+  const int token = work.tile.token(row);
+  const int head = work.tile.head_in_group(row);
+  PlainRow<Io, Cache, kHeadSize, kValueSize> plain;
+  plain.attend(static_cast<const Element*>(p.query) + token * p.query_stride + head * kHeadSize, p.key_cache, p.key_cache, 0, p.blocks,
+               work.tile.sequence.index, keys_of_row(work.tile, row, p.sequences, p.rules, work.keys), p.rules,
+               bias_row_of_tile<Element>(work.tile, row, p.rules, 0));
+  const float factor = finalize(plain.state, negative_infinity()).factor;
+  if (work.split_count <= 1) {
+    Element* g_row = output_row<Element>(p.out, token, head, kValueSize);
+    plain.for_values(factor, [&](int channel, float a, float b) { store_2(g_row, channel, kValueSize, a, b); });
+  } else {
+    float* g_row = p.partials.acc + partial_row(p.partials, token, work.split, p.out.num_heads, head) * partial_width(kValueSize);
+    plain.for_values(factor, [&](int channel, float a, float b) { *reinterpret_cast<float2*>(g_row + channel) = {a, b}; });
+  }
+}
