@@ -53,11 +53,12 @@ struct LatentDecodeSm90Spec {
 struct LatentDecodeSm90Params {
   TensorMap half_map;   // [num_blocks, block_size / 8, channel groups, 8, kGroupChannels]; box [1, all or a tile's, kHalfGroups, all, all]
   TensorMap rope_map;   // the same array; box [1, all or a tile's, 1, all, all]
-  TensorMap query_map;  // [token_count, channel groups, num_heads, kGroupChannels]; box [1, 1, query_box, all]
+  TensorMap query_map;  // [token_count, channel groups, num_heads, kGroupChannels]; box [1, query_groups, query_box, all]
   KvCache key_cache;    // the cache, for rows that are attended again
   const void* query;    // [token_count, num_heads, kHeadSize], rows query_stride apart, on multiples of 16 bytes
   int64_t query_stride; // elements
   int query_box;        // heads; divides num_heads and kWarpgroupRows
+  int query_groups;     // all where query_box is kWarpgroupRows, else 1
   int query_is_new;     // the kernel ahead writes the query
   int reads_once;       // a tile is wanted by CTAs that run side by side, and then no more
   int* next_work;       // [1], 0 before the launch
@@ -71,7 +72,6 @@ struct LatentDecodeSm90Params {
 constexpr int kHeadSize = 576;
 constexpr int kValueSize = 512;
 constexpr int kTileKeys = 64;
-constexpr int kSmallestBlock = 16;
 constexpr int kGroupChannels = 64;
 constexpr int kRowBytes = 2 * kGroupChannels;
 constexpr int kAtomBytes = 8 * kRowBytes;
@@ -89,9 +89,12 @@ constexpr int kOutputs = kValueSize / 2 / 2;
 constexpr int kConsumerThreads = 2 * kWarpgroup;
 constexpr int kConsumerWarps = kWarpgroup / kWarpSize;  // of a warpgroup
 constexpr int kThreads = kWarpgroup + kConsumerThreads;
-constexpr int kListedSequences = 512;  // of which what the list of work needs is kept in shared memory
-constexpr int kLastRanks = 16;         // classes of last splits by their length
-constexpr uint16_t kBothCtas = 3;      // of a cluster, by the bits of their ranks
+constexpr int kListedSequences = kThreads;  // of which what the list of work needs is kept in shared memory
+constexpr int kLastRanks = 16;              // classes of last splits by their length
+constexpr int kRanks = 1 + kLastRanks;
+constexpr int kRankBits = 5;
+static_assert(kRanks <= 1 << kRankBits && kRanks <= kWarpSize, "a lane has a rank");
+constexpr uint16_t kBothCtas = 3;           // of a cluster, by the bits of their ranks
 constexpr int kLoadRegisters = 56;
 constexpr int kComputeRegisters = 224;
 static_assert(kLoadRegisters + 2 * kComputeRegisters <= 3 * (65536 / kThreads / 8 * 8), "more would wait forever");
@@ -117,9 +120,18 @@ struct Work {
 
 // What the list of work has to know of a sequence.
 struct SequenceWork {
-  int tiles;   // of rows, or pairs of them
-  int splits;  // at most so many for each of them
-  int rank;    // of the last ones
+  int begin;   // its first token
+  int tokens;  // whose rows are to be written
+  int past;
+  int kv_len;  // 0: they attend nothing
+  int ranked;  // splits of a row tile, at most so many, and in the last bits the rank of the last ones
+
+  __device__ __forceinline__ int splits() const { return ranked >> kRankBits; }
+  __device__ __forceinline__ int rank() const { return ranked & ((1 << kRankBits) - 1); }
+  // Row tiles, or pairs of them.
+  template <int kCtas> __device__ __forceinline__ int tiles(int num_heads) const {
+    return ceil_div(tokens * num_heads, kCtas * kWarpgroupRows);
+  }
 };
 
 struct Shared {
@@ -138,6 +150,7 @@ struct Shared {
   float* sum;             // [2 works][2][64] of each warpgroup's weights
   uint32_t* spoilt;       // [2][kConsumerWarps] bit i: row i of the warp's sixteen
   Work* work;             // [2] of this round and of the next
+  int* ranks;             // [kRanks] works of each
   SequenceWork* listed;   // [kListedSequences]
 
   __device__ __forceinline__ Shared() {
@@ -158,7 +171,8 @@ struct Shared {
     sum = reference + 2 * kWarpgroupRows;
     spoilt = reinterpret_cast<uint32_t*>(sum + 4 * kWarpgroupRows);
     work = reinterpret_cast<Work*>(spoilt + 2 * kConsumerWarps);
-    listed = reinterpret_cast<SequenceWork*>(work + 2);
+    ranks = reinterpret_cast<int*>(work + 2);
+    listed = reinterpret_cast<SequenceWork*>(ranks + kRanks);
   }
 };
 
@@ -166,78 +180,132 @@ struct Shared {
 __device__ __forceinline__ constexpr int half_offset(int half) { return kRopeBytes + half * kHalfBytes; }
 
 // Work of a sequence; the padding tokens are those of one more sequence.
-template <int kCtas>
 __device__ __forceinline__ SequenceWork work_of_sequence(const LatentDecodeSm90Params& p, int index) {
   const SequenceTable& table = p.sequences;
-  if (index > table.batch_size) return {0, 1, 1};
-  const int split_size = p.partials.split_size;
-  const int begin = max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
+  if (index > table.batch_size) return {};
+  Sequence s{};
   int end = table.token_count;
-  int splits = 1;
-  int last = 0;
   if (index < table.batch_size) {
-    const Sequence s = read_sequence(table, index, capacity_of(p.blocks));
-    end = max_of(begin, min_of(end, table.cumulative_sequence_length[index + 1]));
-    int span = s.kv_len;
-    const int window = p.rules.local_window_size;
-    if (window > 0 && table.query_positions == nullptr) {
-      // No token starts before the first one's window; and a row tile spans its tokens and a window.
-      if (s.past >= window) span -= (s.past - window + 1) / kKeyAlignment * kKeyAlignment;
-      const int64_t most = static_cast<int64_t>(window) + kWarpgroupRows / p.out.num_heads + kKeyAlignment + 1;
-      if (p.rules.is_causal && most < span) span = static_cast<int>(most);
-    }
-    if (span > 0) splits = min_of((span - 1) / split_size + 1, p.partials.split_count);
-    last = span - (splits - 1) * split_size;
+    s = read_sequence(table, index, capacity_of(p.blocks));
+    end = min_of(end, table.cumulative_sequence_length[index + 1]);
+  } else {
+    s.begin = max_of(0, min_of(end, table.cumulative_sequence_length[index]));
   }
-  const int shorter = max_of(0, split_size - last) / ceil_div(split_size, kLastRanks);
-  return {ceil_div((end - begin) * p.out.num_heads, kCtas * kWarpgroupRows), splits, 1 + min_of(shorter, kLastRanks - 1)};
+  int span = s.kv_len;
+  const int window = p.rules.local_window_size;
+  if (window > 0 && table.query_positions == nullptr) {
+    // No token starts before the first one's window; and a row tile spans its tokens and a window.
+    if (s.past >= window) span -= (s.past - window + 1) / kKeyAlignment * kKeyAlignment;
+    const int64_t most = static_cast<int64_t>(window) + kWarpgroupRows / p.out.num_heads + kKeyAlignment + 1;
+    if (p.rules.is_causal && most < span) span = static_cast<int>(most);
+  }
+  const int split_size = p.partials.split_size;
+  int splits = 1;
+  if (span > split_size) splits = min_of((span - 1) / split_size + 1, p.partials.split_count);
+  const float shorter = static_cast<float>(max_of(0, split_size - (span - (splits - 1) * split_size)));  // the last one than others
+  const int rank = static_cast<int>(__fdividef(kLastRanks * shorter, static_cast<float>(split_size)));   // need not be exact
+  return {s.begin, max_of(0, end - s.begin), s.past, s.kv_len, splits << kRankBits | 1 + min_of(rank, kLastRanks - 1)};
 }
 
-// Walks over the work of all CTAs or clusters in order, 32 sequences at a time.
+// Lists the sequences, and counts the works of each rank. All threads call it; a barrier must follow.
+template <int kCtas> __device__ __forceinline__ void list_sequences(const LatentDecodeSm90Params& p, const Shared& shared) {
+  if (threadIdx.x < kRanks) shared.ranks[threadIdx.x] = 0;
+  int i = threadIdx.x;
+  do {
+    const SequenceWork own = work_of_sequence(p, i);
+    if (i < kThreads) __syncthreads();  // the zeros are there; not before lengths are on their way
+    if (i < kListedSequences) shared.listed[i] = own;
+    const int tiles = own.tiles<kCtas>(p.out.num_heads);
+    if (own.splits() > 1) atomicAdd(shared.ranks, tiles * (own.splits() - 1));
+    if (tiles > 0) atomicAdd(shared.ranks + own.rank(), tiles);
+    i += kThreads;
+  } while (i < round_up(p.sequences.batch_size + 1, kWarpSize));
+}
+
+// Walks over the work of all CTAs or clusters in order: rank by rank, 32 sequences at a time.
 template <int kCtas> struct WorkList {
   const LatentDecodeSm90Params& p;
   const SequenceWork* s_listed;
-  int rank = 0;   // 0: whole splits, else last splits, the longest ones first
-  int chunk = 0;  // lane l has to do with sequence 32 chunk + l
-  SequenceWork own{0, 1, 1};  // of that one
+  int ranks_until;  // lane r: works of ranks 0 .. r
+  int rank = -1;    // 0: whole splits, else last splits, the longest ones first
+  int chunk = 0;    // lane l has to do with sequence 32 chunk + l
+  SequenceWork own{};  // of that one
   int works = 0;         // of this rank and this lane's sequence
   int in_chunk = 0;      // of this rank and chunk
   int works_before = 0;  // of earlier chunks and ranks
 
+  __device__ __forceinline__ WorkList(const LatentDecodeSm90Params& params, const Shared& shared) : p(params), s_listed(shared.listed) {
+    const int lane = threadIdx.x % kWarpSize;
+    ranks_until = sum_until(lane < kRanks ? shared.ranks[lane] : 0);
+  }
+
+  // Sum of what the lanes up to and with this one have.
+  __device__ __forceinline__ static int sum_until(int sum) {
+#pragma unroll 1  // each step written out would keep a predicate
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const int left = __shfl_up_sync(kFullWarp, sum, distance);
+      if (threadIdx.x % kWarpSize >= distance) sum += left;
+    }
+    return sum;
+  }
+
   __device__ __forceinline__ void read_chunk() {
     const int index = kWarpSize * chunk + threadIdx.x % kWarpSize;
-    own = index < kListedSequences ? s_listed[index] : work_of_sequence<kCtas>(p, index);
-    works = rank == 0 ? own.tiles * (own.splits - 1) : rank == own.rank ? own.tiles : 0;
+    own = index < kListedSequences ? s_listed[index] : work_of_sequence(p, index);
+    const int tiles = own.tiles<kCtas>(p.out.num_heads);
+    works = rank == 0 ? tiles * (own.splits() - 1) : rank == own.rank() ? tiles : 0;
     in_chunk = __reduce_add_sync(kFullWarp, works);
+  }
+
+  // What a lane knows of its sequence.
+  __device__ __forceinline__ SequenceWork of_lane(int lane) const {
+    return {__shfl_sync(kFullWarp, own.begin, lane), __shfl_sync(kFullWarp, own.tokens, lane), __shfl_sync(kFullWarp, own.past, lane),
+            __shfl_sync(kFullWarp, own.kv_len, lane), __shfl_sync(kFullWarp, own.ranked, lane)};
   }
 
   // Work number `index`, never less than in the call before; false when there is none.
   __device__ __forceinline__ bool find(int index, RowTile& tile, int& split) {
+    const uint32_t ranks = __ballot_sync(kFullWarp, index < ranks_until);
+    if (ranks == 0) return false;
+    if (__ffs(ranks) - 1 != rank) {
+      rank = __ffs(ranks) - 1;
+      chunk = -1;
+      in_chunk = 0;
+      works_before = rank == 0 ? 0 : __shfl_sync(kFullWarp, ranks_until, rank - 1);
+    }
     while (index - works_before >= in_chunk) {
+      if (kWarpSize * (chunk + 1) > p.sequences.batch_size) return false;  // lengths that have changed since they were counted
+      ++chunk;
       works_before += in_chunk;
-      if (kWarpSize * ++chunk > p.sequences.batch_size) {
-        chunk = 0;
-        if (++rank > kLastRanks) return false;
-      }
       read_chunk();
     }
-    int works_until = works;  // up to and with this lane's sequence
-#pragma unroll 1  // each step written out would keep a predicate
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const int left = __shfl_up_sync(kFullWarp, works_until, distance);
-      if (threadIdx.x % kWarpSize >= distance) works_until += left;
-    }
+    const int works_until = sum_until(works);
     const int lane = __ffs(__ballot_sync(kFullWarp, index - works_before < works_until)) - 1;
-    const int from_end = __shfl_sync(kFullWarp, works_until, lane) - 1 - (index - works_before);
-    const int own_tiles = __shfl_sync(kFullWarp, own.tiles, lane);
-    const int own_splits = __shfl_sync(kFullWarp, own.splits, lane);
+    const uint32_t from_end = __shfl_sync(kFullWarp, works_until, lane) - 1 - (index - works_before);
+    const SequenceWork s = of_lane(lane);
+    const uint32_t tiles = s.tiles<kCtas>(p.out.num_heads);
     // The row tiles of a split are neighbours, so that they read it from L2; those that see most keys come first.
-    const int first = from_end % own_tiles * kCtas;
-    tile = row_tile_of(p.sequences, kWarpSize * chunk + lane, first, kWarpgroupRows, p.out.num_heads, capacity_of(p.blocks));
-    split = rank == 0 ? from_end / own_tiles : own_splits - 1;
+    const uint32_t whole = from_end / tiles;
+    split = rank == 0 ? static_cast<int>(whole) : s.splits() - 1;
+    tile.sequence = {kWarpSize * chunk + lane, s.begin, s.kv_len > 0 ? s.tokens : 0, s.past, s.kv_len};
+    tile.group_size = p.out.num_heads;
+    const int first_row = static_cast<int>(from_end - whole * tiles) * (kCtas * kWarpgroupRows);
+    tile.first_token = static_cast<uint32_t>(first_row) / static_cast<uint32_t>(tile.group_size);
+    tile.first_head = first_row - tile.first_token * tile.group_size;
+    tile.rows = first_row < 0 ? 0 : max_of(0, min_of(kWarpgroupRows, s.tokens * tile.group_size - first_row));
     return true;
   }
 };
+
+// Keys of the tokens of a row tile. All lanes of a warp call it together.
+template <int kCtas> __device__ __forceinline__ TileKeys keys_of_tile(const LatentDecodeSm90Params& p, const RowTile& tile) {
+  const Sequence& s = tile.sequence;
+  const int first = tile.first_token;
+  const int last = kCtas == 2 ? first : tile.last_token();
+  if (first < last) return keys_of_tokens(p.sequences, p.rules, s, first, last);
+  const KeyRange keys = admitted_keys(p.rules, position_of_token(p.sequences, s, s.begin + first), first, s.kv_len);
+  return {keys, keys};
+}
 
 // Work number `index` as a whole warp finds it; of a pair of row tiles, the first. False where there is nothing to do.
 template <int kCtas>
@@ -253,7 +321,7 @@ __device__ __forceinline__ bool find_work(const LatentDecodeSm90Params& p, WorkL
   work.split_count = 0;
   work.differs = false;
   if (work.tile.sequence.is_active()) {
-    const auto [some, every] = keys_of_tokens(p.sequences, p.rules, work.tile.sequence, work.tile.first_token, work.tile.last_token());
+    const auto [some, every] = keys_of_tile<kCtas>(p, work.tile);
     const SplitPlan plan = plan_splits(p.partials, some);
     work.split_count = plan.count;
     if (work.split < plan.count) {
@@ -289,8 +357,7 @@ template <int kCtas> __device__ __forceinline__ void release_work(const Shared& 
 
 // The warp that finds work, of CTA 0 of a cluster.
 template <int kCtas> __device__ __forceinline__ void find_all_work(const LatentDecodeSm90Params& p, const Shared& shared) {
-  WorkList<kCtas> list{p, shared.listed};
-  list.read_chunk();
+  WorkList<kCtas> list(p, shared);
   Ring<2> works;
   Ring<1> issued;
   int index = blockIdx.x / kCtas;
@@ -300,15 +367,16 @@ template <int kCtas> __device__ __forceinline__ void find_all_work(const LatentD
       issued.advance();
     }
     Work work;
-    for (;;) {
-      if (!first) {
+    bool is_given = first;
+    do {
+      if (!is_given) {
         ptx::wait_for_previous_kernel();  // which sets next_work to 0
         if (threadIdx.x % kWarpSize == 0) index = static_cast<int>(gridDim.x / kCtas) + atomicAdd(p.next_work, 1);
         index = __shfl_sync(kFullWarp, index, 0);
       }
-      first = false;
-      if (find_work(p, list, index, work)) break;
-    }
+      is_given = false;
+    } while (!find_work(p, list, index, work));
+    if (kCtas == 2 && first) ptx::cluster_wait();  // the other CTA has barriers to send it to
     ptx::mbarrier_wait(shared.work_empty + works.stage, works.parity ^ 1);
     if (ptx::elect()) {
       shared.work[works.stage] = work;
@@ -340,7 +408,7 @@ __device__ __forceinline__ void load_box(unsigned char* s_target, const TensorMa
 template <int kCtas> __device__ __forceinline__ void load_tiles(const LatentDecodeSm90Params& p, const Shared& shared, int own) {
   const int lane = threadIdx.x % kWarpSize;
   const int block_keys = min_of(p.blocks.block_size, kTileKeys);  // of a block that lie in one tile
-  const int parts = kTileKeys / block_keys;
+  const int parts = kTileKeys >> (31 - __clz(block_keys));
   unsigned char* s_tile = shared.tiles + own * kTileBytes;
   uint64_t* s_full = shared.full + own * kPieces;
   uint64_t* s_empty = shared.empty + own * kPieces;
@@ -371,7 +439,6 @@ template <int kCtas> __device__ __forceinline__ void load_tiles(const LatentDeco
     ptx::wait_for_previous_kernel();  // which writes the cache
     for (int i = own; i < tile_count; i += 2) {
       const int block = block_of_entry(p.blocks, entry);
-      entry = entry_of(i + 2);  // on its way while this tile is waited for
       const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped) & ((1u << parts) - 1u);
       const int eight = offset_in_block(p.blocks, (first_tile + i) * kTileKeys) / 8;  // 0 unless the tile lies in one block
 
@@ -398,13 +465,13 @@ template <int kCtas> __device__ __forceinline__ void load_tiles(const LatentDeco
           if (piece == kRope) shared.unmapped[own] = unmapped;
           ptx::mbarrier_arrive_expect(s_full + piece, bytes);
         }
-#pragma unroll
-        for (int part = 0; part < kTileKeys / kSmallestBlock; ++part) {
-          if (part >= parts) break;
+#pragma unroll 1  // instructions that a CTA meets for the first time come slowly
+        for (int part = 0; part < parts; ++part) {
           const int from = __shfl_sync(kFullWarp, block, part);
-          if (issues) load_box<kCtas>(s_piece + part * (bytes / parts), map, s_full + piece, policy, group, eight, from);
+          if (issues) load_box<kCtas>(s_piece + part * block_keys * (bytes / kTileKeys), map, s_full + piece, policy, group, eight, from);
         }
       }
+      entry = entry_of(i + 2);  // on its way while this tile is used; not sooner, because the first tile is in a hurry
       ring.advance();
     }
     if (lane == 0) ptx::mbarrier_arrive(shared.loads_issued);
@@ -427,10 +494,12 @@ __device__ __forceinline__ void load_queries(const LatentDecodeSm90Params& p, co
     if (tile.rows == 0) break;
 
     ptx::mbarrier_wait(shared.query_empty, works.stage ^ 1);  // its parity changes with each work
-    for (int group = 0; group < kGroups; ++group) {
-      unsigned char* s_rows = shared.query + group * kQueryGroupBytes;
-      for (int at = tile.rows * kRowBytes + 16 * (threadIdx.x % kWarpSize); at < zeros_from * kRowBytes; at += 16 * kWarpSize) {
-        *reinterpret_cast<Vector16*>(s_rows + at) = Vector16{};
+    if (tile.rows < zeros_from) {
+      for (int group = 0; group < kGroups; ++group) {
+        unsigned char* s_rows = shared.query + group * kQueryGroupBytes;
+        for (int at = tile.rows * kRowBytes + 16 * (threadIdx.x % kWarpSize); at < zeros_from * kRowBytes; at += 16 * kWarpSize) {
+          *reinterpret_cast<Vector16*>(s_rows + at) = Vector16{};
+        }
       }
     }
     zeros_from = tile.rows;
@@ -438,10 +507,16 @@ __device__ __forceinline__ void load_queries(const LatentDecodeSm90Params& p, co
     __syncwarp();  // the zeros of all lanes are there
     if (!ptx::elect()) continue;
     ptx::mbarrier_arrive_expect(shared.query_full, tile.rows * kGroups * kRowBytes);
+    int token = tile.sequence.begin + tile.first_token;
+    int head = tile.first_head;
     for (int row = 0; row < tile.rows; row += p.query_box) {
-      for (int group = 0; group < kGroups; ++group) {
-        ptx::tma_load(shared.query + group * kQueryGroupBytes + row * kRowBytes, p.query_map, shared.query_full, 0, tile.head_in_group(row),
-                      group, tile.token(row));
+      for (int group = 0; group < kGroups; group += p.query_groups) {
+        ptx::tma_load(shared.query + group * kQueryGroupBytes + row * kRowBytes, p.query_map, shared.query_full, 0, head, group, token);
+      }
+      head += p.query_box;  // which divides the heads of a token
+      if (head == tile.group_size) {
+        head = 0;
+        ++token;
       }
     }
   }
@@ -851,11 +926,12 @@ template <LatentDecodeSm90Spec S> __device__ __forceinline__ void attend(const L
   }
   if constexpr (S.ctas == 2) ptx::cluster_arrive_relaxed();
   // Lengths, block table and maybe the query are read while the kernel ahead still writes the cache.
-  const int listed = min_of(kListedSequences, round_up(p.sequences.batch_size + 1, kWarpSize));
-  for (int i = threadIdx.x; i < listed; i += kThreads) shared.listed[i] = work_of_sequence<S.ctas>(p, i);
+  list_sequences<S.ctas>(p, shared);
   __syncthreads();  // the barriers are initialized, and the sequences listed, for all threads
-  if constexpr (S.ctas == 2) ptx::cluster_wait();  // those of the other CTA, too
   ptx::let_next_kernel_start();
+  if constexpr (S.ctas == 2) {  // those of the other CTA, too; who finds work may begin before
+    if (threadIdx.x >= kWarpSize || ptx::cluster_rank() != 0) ptx::cluster_wait();
+  }
 
   if (threadIdx.x < kWarpgroup) {
     ptx::decrease_registers<kLoadRegisters>();

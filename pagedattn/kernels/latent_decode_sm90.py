@@ -30,8 +30,8 @@ ROWS = 64  # query rows, tokens times heads, of a CTA
 HEAD_SIZE, VALUE_SIZE = 576, 512
 TILE_KEYS = 64
 CHANNELS = 64  # of a channel group: a row of the swizzle
-BARRIER_BYTES = 2048  # barriers, references and sums of rows, and the descriptions of two pieces of work
-LISTED_BYTES = 512 * 12  # what the list of work needs to know of sequences
+BARRIER_BYTES = 2048  # barriers, references and sums of rows, the descriptions of two pieces of work, counts of work
+LISTED_BYTES = 3 * WARPGROUP * 20  # what the list of work needs to know of sequences
 ALIGNMENT_BYTES = 1024  # the swizzle repeats after so many
 
 
@@ -53,6 +53,7 @@ PARAMS = params(
     query=ptr,  # [token_count, num_heads, head_size], rows query_stride elements apart
     query_stride=i64,
     query_box=i32,  # heads that one copy brings; divides num_heads and the rows of a tile
+    query_groups=i32,  # channel groups that it brings: all where it brings a whole tile, else 1
     query_is_new=i32,  # the kernel ahead writes the query
     reads_once=i32,  # a tile is wanted by CTAs that run side by side, and then no more
     next_work=ptr,  # int32 [1], 0 before the launch
@@ -203,6 +204,7 @@ class LatentSm90Kernel:
         self.split_size = split_size(self.span, self.tiles, executor.multiprocessors)
         self.reads_once = self.tiles <= SIDE_BY_SIDE * p.batch_size
         self.query_box = math.gcd(p.num_heads, ROWS)
+        self.query_groups = HEAD_SIZE // CHANNELS if self.query_box == ROWS else 1
 
     def launch(
         self,
@@ -230,6 +232,7 @@ class LatentSm90Kernel:
             query=query[0],
             query_stride=query[1],
             query_box=self.query_box,
+            query_groups=self.query_groups,
             query_is_new=query_is_new,
             reads_once=self.reads_once,
             next_work=next_work,
@@ -243,7 +246,7 @@ class LatentSm90Kernel:
         return Launch(self.function, shape, threads(self.spec), shared_bytes(self.spec), packed)
 
     def _query_map(self, query: tuple[int, int]) -> bytes:
-        """[tokens, channel groups, heads, channels]; a box is some heads of a token and group."""
+        """[tokens, channel groups, heads, channels]; a box is some heads of a token in one group, or in all."""
         p = self.problem
         address, stride = query
         return maps.encode(
@@ -251,7 +254,7 @@ class LatentSm90Kernel:
             address,
             (CHANNELS, p.num_heads, HEAD_SIZE // CHANNELS, p.token_count),
             (2 * HEAD_SIZE, 2 * CHANNELS, 2 * stride),
-            (CHANNELS, self.query_box, 1, 1),
+            (CHANNELS, self.query_box, self.query_groups, 1),
         )
 
     def _map(self, cache: TensorInfo, groups: int) -> bytes:
