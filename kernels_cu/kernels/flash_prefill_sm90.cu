@@ -28,7 +28,6 @@
 //   mapped arrive as zeros, which are a finite number in every type, and are masked.
 //   Lengths that enter the mask are read here; host bounds only size the grid.
 #include <pagedattn/epilogue.cuh>
-#include <pagedattn/key_fragments.cuh>
 #include <pagedattn/kv_accessor.cuh>
 #include <pagedattn/mask.cuh>
 #include <pagedattn/ptx/ldmatrix.cuh>
@@ -40,6 +39,7 @@
 #include <pagedattn/softmax.cuh>
 #include <pagedattn/spoilt_rows.cuh>
 #include <pagedattn/warpgroup_rows.cuh>
+#include <pagedattn/widen.cuh>
 
 struct FlashPrefillSm90Spec {
   DType io;        // of query and output
@@ -642,9 +642,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
 
   __device__ __forceinline__ void sync_warpgroup() const { ptx::named_barrier_sync(1 + S.warpgroups + warpgroup, kWarpgroup); }
 
-  // For codes: the query becomes float16, times the key scale of each channel relative to the largest of them, divided by a power
-  // of two that brings a row's largest channel near 2^13. So every finite row fits, and what is lost lies 2^37 below its largest
-  // channel. A warp does its own sixteen rows.
+  // For codes: the query rows become float16 (widen.cuh), in place; a warp does its own sixteen.
   __device__ __forceinline__ void scale_query() {
     constexpr int kLanes = F::kUnits > 16 ? 32 : F::kUnits > 8 ? 16 : 8;  // side by side on a row
     constexpr int kRowsAtOnce = kWarpSize / kLanes;
@@ -676,20 +674,18 @@ template <FlashPrefillSm90Spec S> struct Consumer {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           x[j] = channel_scale[j] * (j % 2 == 0 ? low_of<Io>(word.word[j / 2]) : high_of<Io>(word.word[j / 2]));
-          if (fabsf(x[j]) < -negative_infinity()) top = fmaxf(top, fabsf(x[j]));
+          top = finite_top(top, x[j]);
         }
       }
-      top = group_max<kLanes>(top);
-      // 2^k with top / 2^k in [2^13, 2^14); k in a range where 2^k and 2^-k are normal.
-      const int exponent = max_of(-100, min_of(100, static_cast<int>(__float_as_uint(top) >> 23) - 127 - 13));
-      const float inverse = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+      const int exponent = exponent_of_row(group_max<kLanes>(top));
+      const float inverse = power_of_two(-exponent);
       if (exists) {
         Vector16 word;
 #pragma unroll
         for (int j = 0; j < 4; ++j) word.word[j] = ptx::pack_2<Math>(x[2 * j] * inverse, x[2 * j + 1] * inverse);
         *s_unit = word;
       }
-      const float own = top_scale * __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+      const float own = top_scale * power_of_two(exponent);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int ahead = lane / 4 + 8 * half - r;  // of this lane's row

@@ -22,7 +22,6 @@
 //   zeros and are masked.
 //   Lengths that enter the mask are read here; host bounds only size the grid and the splits.
 #include <pagedattn/epilogue.cuh>
-#include <pagedattn/key_fragments.cuh>
 #include <pagedattn/kv_accessor.cuh>
 #include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/ptx/ldmatrix.cuh>
@@ -35,6 +34,7 @@
 #include <pagedattn/split.cuh>
 #include <pagedattn/spoilt_rows.cuh>
 #include <pagedattn/warpgroup_rows.cuh>
+#include <pagedattn/widen.cuh>
 
 struct LatentRowsSm90Spec {
   DType io;        // of query and output
@@ -331,14 +331,12 @@ __device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, cons
         for (int j = 0; j < 8; ++j) {
           const uint32_t word = words[r][i].word[j / 2];
           x[i][j] = scale[i][j] * (j % 2 == 0 ? low_of<Io>(word) : high_of<Io>(word));
-          if (fabsf(x[i][j]) < -negative_infinity()) top = fmaxf(top, fabsf(x[i][j]));
+          top = finite_top(top, x[i][j]);
         }
       }
-      top = group_max<kWarpSize>(top);
-      // 2^k with top / 2^k in [2^13, 2^14); k in a range where 2^k and 2^-k are normal.
-      const int exponent = max_of(-100, min_of(100, static_cast<int>(__float_as_uint(top) >> 23) - 127 - 13));
-      const float inverse = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
-      factor *= top_scale * __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+      const int exponent = exponent_of_row(group_max<kWarpSize>(top));
+      const float inverse = power_of_two(-exponent);
+      factor *= top_scale * power_of_two(exponent);
 #pragma unroll
       for (int i = 0; i < kLaneVectors; ++i) {
         const int vector = lane + i * kWarpSize;

@@ -12,15 +12,15 @@
 //   K, step s: channels of the lane       16 s + 2t, +1, +8, +9     16 s + 4t .. + 3   32 (s / 2) + 8t + 2 (s % 2) + {0, 4, 1, 5}
 //   V, step s: channels of rows g, g + 8  16 s + g, + 8             16 s + 2g, + 1     32 (s / 2) + 4g + 2 (s % 2), + 1
 //
-// Codes become float16 without their scale, exactly; query rows of quantized caches are float16 too (query_fragments).
+// Operands for quantized caches are float16 (widen.cuh).
 #pragma once
 
 #include <pagedattn/kv_tile.cuh>
-#include <pagedattn/math.cuh>
 #include <pagedattn/ptx/convert.cuh>
 #include <pagedattn/ptx/ldmatrix.cuh>
 #include <pagedattn/ptx/mma.cuh>
 #include <pagedattn/ptx/movmatrix.cuh>
+#include <pagedattn/widen.cuh>
 
 // Rows of a tile padded to whole column groups; copy_rows fills them.
 template <DType Cache, int kChannels> struct ColumnTile {
@@ -32,28 +32,6 @@ template <DType Cache, int kChannels> struct ColumnTile {
   static constexpr int kSteps = kGroups * kStepsOfGroup;
   static constexpr int kPadded = 16 * kSteps;  // channels
 };
-
-// The 32-bit word of a lane to the registers of kStepsOfGroup half operands. `kTransposed` words hold two keys, else two
-// neighbouring pairs of channels.
-template <DType Cache, bool kTransposed> __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[16 / bits_of(Cache)]) {
-  if constexpr (Cache == DType::f8e4m3) {
-    const uint32_t codes = kTransposed ? ptx::byte_permute(word, word, 0x3120) : word;
-    ptx::f8e4m3_to_half_4(codes, pairs[0], pairs[1]);
-  } else if constexpr (Cache == DType::i8) {  // with the sign bit flipped 0..255; 0x64nn is 1024 + nn
-    const uint32_t biased = word ^ 0x80808080u;
-    pairs[0] = ptx::subtract_2<__half>(ptx::byte_permute(biased, 0x64646464u, kTransposed ? 0x4240 : 0x4140), 0x64806480u);
-    pairs[1] = ptx::subtract_2<__half>(ptx::byte_permute(biased, 0x64646464u, kTransposed ? 0x4341 : 0x4342), 0x64806480u);
-  } else if constexpr (Cache == DType::i4) {  // nibbles i and i + 4; the upper one of a byte counts sixteenfold
-    constexpr uint32_t kSixteenth = 0x2c002c00u, kMinus72 = 0xd480d480u;
-    const uint32_t upper = word >> 8;
-    pairs[0] = ptx::subtract_2<__half>(ptx::mask_or<0x000f000fu, 0x64006400u>(word), 0x64086408u);
-    pairs[1] = ptx::multiply_add_half_2(ptx::mask_or<0x00f000f0u, 0x64006400u>(word), kSixteenth, kMinus72);
-    pairs[2] = ptx::subtract_2<__half>(ptx::mask_or<0x000f000fu, 0x64006400u>(upper), 0x64086408u);
-    pairs[3] = ptx::multiply_add_half_2(ptx::mask_or<0x00f000f0u, 0x64006400u>(upper), kSixteenth, kMinus72);
-  } else {
-    pairs[0] = word;
-  }
-}
 
 template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
   static constexpr DType kCache = Cache;
@@ -151,9 +129,7 @@ template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
 
 // Writes the query rows to `s_query` (KeyFragments::store_query). `row_of(r)` is the address of row r, or null for zeros.
 //
-// Rows for a quantized cache become float16: q times the key scale per channel, relative to the largest of them, divided by a
-// power of two that brings the row's largest channel near 2^13. So every finite row fits, and what is lost lies 2^37 below its
-// largest channel. `s_factor` gets those powers and, kRows further on, the scale that is left to multiply by.
+// For a quantized cache (widen.cuh) `s_factor` gets the powers of two and, kRows further on, the scale that is left to multiply by.
 // All threads call it; everything is there after a barrier. A CTA waits for these loads, so all of them are in flight at once.
 template <class F, int kRows, int kHeadSize, int kThreads, class RowOf>
 __device__ __forceinline__ void load_query_fragments(unsigned char* s_query, float* s_factor, const KvCache& keys, int kv_head,
@@ -208,17 +184,14 @@ __device__ __forceinline__ void load_query_fragments(unsigned char* s_query, flo
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (per_channel) x[j] *= scale[j];
-        const float size = fabsf(x[j]);
-        if (size < -negative_infinity()) top = fmaxf(top, size);
+        top = finite_top(top, x[j]);
       }
-      top = group_max<kLanes>(top);
-      // 2^k with top / 2^k in [2^13, 2^14); k in a range where 2^k and 2^-k are normal.
-      const int exponent = max_of(-100, min_of(100, static_cast<int>(__float_as_uint(top) >> 23) - 127 - 13));
-      const float inverse = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+      const int exponent = exponent_of_row(group_max<kLanes>(top));
+      const float inverse = power_of_two(-exponent);
 #pragma unroll
       for (int j = 0; j < 8; ++j) x[j] *= inverse;
       if (vector == 0 && row < kRows) {
-        s_factor[row] = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+        s_factor[row] = power_of_two(exponent);
         s_factor[kRows + row] = top_scale;
       }
     }
