@@ -53,11 +53,13 @@ struct FlashPrefillSm90Spec {
 
 struct FlashPrefillSm90Params {
   TensorMap query_map;  // [kChannelGroups, token_count, num_heads, kGroupChannels]; box [1, tokens of a warpgroup, group_size, all]
-  TensorMap key_map;    // [num_blocks, block_size / 8, channel groups, 8, kGroupChannels]; box [1, all or a tile's, kChannelGroups, all, all]
-  TensorMap value_map;  // or, with codes, rows of all channels: [num_blocks, block_size / 8, kv_num_heads, 8, row bytes]
+  // [num_blocks, block_size / 8, channel groups, 8, kGroupChannels]; box [1, all or a tile's, kChannelGroups, all, all]; with codes
+  // rows of all channels: [num_blocks, block_size / 8, kv_num_heads, 8, row bytes]
+  TensorMap key_map;
+  TensorMap value_map;
   KvCache key_cache;    // for the scale, and for rows that are attended again
   KvCache value_cache;
-  const void* query;    // [token_count, num_heads, head_size], rows query_stride apart, on multiples of 16 bytes: for the latter
+  const void* query;    // [token_count, num_heads, head_size], rows query_stride apart: for rows that are attended again
   int64_t query_stride; // elements
   SequenceTable sequences;
   BlockTable blocks;
@@ -89,7 +91,7 @@ template <FlashPrefillSm90Spec S> struct Flash {
   using Io = element_t<S.io>;
   static constexpr bool kCodes = is_quantized(S.cache);
   using Math = element_t<kCodes ? DType::f16 : S.io>;  // of operands
-  static constexpr bool kSpoils = !kCodes || S.cache == DType::f8e4m3;  // a value may be NaN; integer codes are numbers
+  static constexpr bool kSpoils = can_spoil(S.cache);
   static constexpr int kGroupChannels = S.head_size % 64 == 0 ? 64 : 32;
   static constexpr int kChannelGroups = S.head_size / kGroupChannels;
   static constexpr int kRowBytes = 2 * kGroupChannels;
@@ -108,12 +110,11 @@ template <FlashPrefillSm90Spec S> struct Flash {
   static constexpr int kFirstConsumer = kCodes ? 2 : 1;  // warpgroup
   static constexpr int kConsumerThreads = S.warpgroups * kWarpgroup;
   static constexpr int kThreads = kFirstConsumer * kWarpgroup + kConsumerThreads;
-  // A CTA starts with the same multiple of 8 for each thread, and shares out no more than that.
-  static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kLoadRegisters = kCodes ? 24 : S.warpgroups == 3 ? 32 : 40;  // 24 spill, where work is found ahead of time
   static constexpr int kWidenRegisters = kCodes ? 40 : 0;
   static constexpr int kComputeRegisters = S.warpgroups == 3 ? 160 : kCodes ? 224 : 232;
-  static_assert(kLoadRegisters + kWidenRegisters + S.warpgroups * kComputeRegisters <= kThreads / kWarpgroup * kStartRegisters,
+  static_assert(kLoadRegisters + kWidenRegisters + S.warpgroups * kComputeRegisters <=
+                    kThreads / kWarpgroup * ptx::start_registers(kThreads),
                 "more would wait forever");
 
   // Where the atoms of a key are in its tile.
@@ -126,7 +127,8 @@ template <FlashPrefillSm90Spec S> struct Flash {
   }
 };
 
-// A ring of tiles in shared memory.
+// A ring of tiles in shared memory. A tile is full when the bytes of the copy engine have come (one arrival), or when each warp that
+// widens has written its part; it is empty when each warp that reads it, of those that widen or of all that compute, has done so.
 struct Tiles {
   unsigned char* data;
   uint64_t* full;
@@ -142,15 +144,14 @@ template <FlashPrefillSm90Spec S> struct Shared {
   Tiles loaded_values;
   uint32_t* unmapped;         // [stages] bit i: block i of the key tile has nothing to see
   uint32_t* loaded_unmapped;  // [stages]
-  uint64_t* query_full;
-  uint64_t* query_empty;
-  uint64_t* work_full;        // [2]
-  uint64_t* work_empty;
+  uint64_t* query_full;       // one arrival and the bytes
+  uint64_t* query_empty;      // an arrival of each warp that computes
+  uint64_t* work_full;        // [2], one arrival
+  uint64_t* work_empty;       // [2], an arrival of each thread that reads work
   Work* work;                 // [2] of this round and of the next
 
   __device__ __forceinline__ Shared() {
-    unsigned char* s_next = shared_memory<unsigned char>();
-    s_next += -ptx::shared_address(s_next) & 1023u;
+    unsigned char* s_next = swizzled_shared_memory();
     const auto take = [&](int bytes) { return (s_next += bytes) - bytes; };
     const auto take_barriers = [&](int count) { return reinterpret_cast<uint64_t*>(take(count * static_cast<int>(sizeof(uint64_t)))); };
     const auto take_words = [&](int count) { return reinterpret_cast<uint32_t*>(take(count * static_cast<int>(sizeof(uint32_t)))); };
@@ -586,6 +587,8 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   static constexpr int kOutputs = S.head_size / 2;
   static constexpr int kNoRow = -1;
   static constexpr int kIdle = -2;  // nor has the warpgroup any
+  static constexpr int kTurn = 1;   // named barriers, one for each warpgroup: of its turn ...
+  static constexpr int kOwn = kTurn + S.warpgroups;  // ... and of its own threads
 
   const FlashPrefillSm90Params& p;
   const Shared<S>& shared;
@@ -640,7 +643,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void sync_warpgroup() const { ptx::named_barrier_sync(1 + S.warpgroups + warpgroup, kWarpgroup); }
+  __device__ __forceinline__ void sync_warpgroup() const { ptx::named_barrier_sync(kOwn + warpgroup, kWarpgroup); }
 
   // For codes: the query rows become float16 (widen.cuh), in place; a warp does its own sixteen.
   __device__ __forceinline__ void scale_query() {
@@ -697,10 +700,11 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     sync_warpgroup();  // all rows are there for the whole warpgroup's products
   }
 
-  // Warpgroups issue their products in turn, so that one computes weights while another one multiplies.
-  __device__ __forceinline__ void wait_turn() const { ptx::named_barrier_sync(1 + warpgroup, 2 * kWarpgroup); }
+  // Warpgroups issue their products in turn, so that one computes weights while another one multiplies. A turn is a barrier of the
+  // threads that wait for it and of those that pass it on, so each warpgroup must have as many turns as any other.
+  __device__ __forceinline__ void wait_turn() const { ptx::named_barrier_sync(kTurn + warpgroup, 2 * kWarpgroup); }
   __device__ __forceinline__ void pass_turn() const {
-    ptx::named_barrier_arrive(1 + (warpgroup + 1) % S.warpgroups, 2 * kWarpgroup);
+    ptx::named_barrier_arrive(kTurn + (warpgroup + 1) % S.warpgroups, 2 * kWarpgroup);
   }
 
   __device__ __forceinline__ void release(uint64_t* s_empty) const {
@@ -779,7 +783,8 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t seen = mapped & low_bits(own_keys_below(admitted[half].end - first)) & ~low_bits(own_keys_below(admitted[half].begin - first));
+      const uint32_t seen = mapped & low_bits(own_keys_below(admitted[half].end - first)) &
+                            ~low_bits(own_keys_below(admitted[half].begin - first));
 #pragma unroll
       for (int i = 2 * half; i < kCount; i += 4) {
         if ((seen >> (i / 4 * 2) & 1u) == 0) scores[i] = negative_infinity();
@@ -931,7 +936,9 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     }
     const float sum[2] = {group_sum<4>(rows.sum[0]), group_sum<4>(rows.sum[1])};
     bool spoilt = false;
-    if constexpr (F::kSpoils) spoilt = __any_sync(kFullWarp, (exists(0) && is_spoilt(acc, 0, sum[0])) || (exists(1) && is_spoilt(acc, 1, sum[1])));
+    if constexpr (F::kSpoils) {
+      spoilt = __any_sync(kFullWarp, (exists(0) && is_spoilt(acc, 0, sum[0])) || (exists(1) && is_spoilt(acc, 1, sum[1])));
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       SoftmaxState state;
@@ -1003,7 +1010,7 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
     ptx::mbarrier_init(shared.query_empty, F::kConsumerThreads / kWarpSize);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(shared.work_full + i, 1);
-      ptx::mbarrier_init(shared.work_empty + i, F::kThreads - (kWarpgroup - 2 * kWarpSize));  // all but two of the first warps
+      ptx::mbarrier_init(shared.work_empty + i, F::kThreads - 2 * kWarpSize);  // all but the warp that writes it and the one that leaves
     }
     const auto init = [](const Tiles& tiles, int stages, int writers, int readers) {
       for (int i = 0; i < stages; ++i) {

@@ -5,10 +5,17 @@
 //   output^T [512 channels, N rows] += V^T [512, 64 keys]      x p^T [64 keys, N rows]
 //
 //   grid    x: split x row tile, the tiles of a split side by side
-//   CTA     two warpgroups, each a worker with a softmax of its own that takes every second tile of 64 keys; a warp that loads
+//   CTA     two or three warpgroups that compute, the workers; one more, of which a warp loads and the others leave
 //   reads   query once a split; each latent row that some token of the tile admits once a row tile
 //   writes  output and lse where the tile has one split or none; else acc and lse of this split (combine_splits.cu)
-//   smem    | ring of thirds of tiles; at the end the output of the rows | queries | weights | row statistics, barriers |
+//   smem    | ring of thirds of tiles | queries | weights | row statistics, Work, barriers |; at the end the sums of values lie over
+//           ring and queries
+//
+// Workers take tiles of 64 keys in turn, each with a softmax and a reference of its own, and are merged in the end: nothing is
+// exchanged in the loop. With 64 rows the sums do not fit the registers of one, and two are a team:
+//
+//   16, 32 rows   worker w   K[w] q | softmax | V[w] p[w]            | K[w + workers] q ...   all value channels
+//   64 rows       worker w   K[w] q | softmax | V[0] p[0] | V[1] p[1] | K[w + 2] q ...         half w of them
 //
 // A tile comes in thirds of three channel groups, each [64 keys / 8][3 groups] atoms of 8 rows of 64 channels, which the copy engine
 // swizzles. Where the cache has the io type the tensor cores read K and V^T from there. Codes become float16 without their scale,
@@ -74,11 +81,11 @@ constexpr int kWorkerWarps = kWarpgroup / kWarpSize;
 constexpr int kLoadRegisters = 40;
 constexpr int kQueryRowBytes = 2 * kGroupChannels;
 constexpr int kWeightRowBytes = 2 * kTileKeys;
-constexpr int kUnmappedTiles = 8;  // that the ring may hold parts of
+constexpr int kUnmappedTiles = 8;              // tiles that are being loaded or computed at a time, at most
 constexpr int kOutputStride = kValueSize + 4;  // floats, so that four rows start in different banks
 
-// Named barriers.
-enum Barrier { kNone, kConsumers, kTeams, kOwn = kTeams + kMostWorkers };  // kTeams and kOwn: one for each team and worker
+// Named barriers: of all workers, of each team, of each worker.
+enum Barrier { kNone, kConsumers, kTeams, kOwn = kTeams + kMostWorkers };
 
 // One piece of work.
 struct Work {
@@ -90,14 +97,16 @@ struct Work {
   int split;
   int split_count;  // of the row tile; 0: its tokens attend nothing
 
+  // A tile without keys is work, too: its first split writes the rows as empty.
   __device__ __forceinline__ bool exists() const { return tile.rows > 0 && split < max_of(1, split_count); }
+  // Some token hides a key that another one admits.
   __device__ __forceinline__ bool differs() const { return keys.begin < every.begin || keys.end > every.end; }
 };
 
 template <LatentRowsSm90Spec S> struct Shape {
   using Io = element_t<S.io>;
   static constexpr bool kCodes = is_quantized(S.cache);
-  static constexpr bool kSpoils = S.cache != DType::i8;  // a value may be NaN; integer codes are numbers
+  static constexpr bool kSpoils = can_spoil(S.cache);
   using Math = element_t<kCodes ? DType::f16 : S.io>;    // of operands
   static constexpr int kRows = S.rows;
   static constexpr int kWorkers = S.workers;
@@ -118,17 +127,18 @@ template <LatentRowsSm90Spec S> struct Shape {
   static constexpr int kTeam = S.rows > 32 ? 2 : 1;  // workers that share tiles, because one has no registers for all channels
   static constexpr int kTeamThreads = kTeam * kWarpgroup;
   static constexpr int kOwnGroups = kValueGroups / kTeam;  // of value channels of a worker
-  static_assert(kLoadRegisters + kWorkers * kComputeRegisters <= (kWorkers + 1) * (65536 / kThreads / 8 * 8), "more would wait forever");
+  static_assert(kLoadRegisters + kWorkers * kComputeRegisters <= (kWorkers + 1) * ptx::start_registers(kThreads),
+                "more would wait forever");
   static_assert(S.slots * kSlotBytes + kQueryBytes >= kRows * kOutputStride * 4, "the output takes the place of ring and queries");
   static_assert(S.slots / kSlotsOfTile + 2 <= kUnmappedTiles, "a tile's bits are read before they are written again");
 };
 
 // What threads tell each other about rows.
 template <int kRows, int kWorkers> struct alignas(16) RowStatistics {
-  float factor[kRows];                             // takes q . k to a score
+  float factor[kRows];                             // takes q . k to a score: in base 2, unless rules come between
   KeyRange admitted[kRows];                        // cut to the split
   float reference[kWorkers][kWorkerWarps][kRows];  // near the maximum of q . k as it comes; the same in all warps of a team
-  float of_warp[kWorkers][kWorkerWarps][kRows];    // maxima when a reference moves; sums in the end
+  float of_warp[kWorkers][kWorkerWarps][kRows];    // maxima of q . k when a reference moves; sums of weights in the end
   float result[kRows];                             // what the sums of values are multiplied by in the end
   uint32_t spoilt[ceil_div(kRows, 32)];            // a bit a row
   bool is_last;                                    // of the splits
@@ -138,16 +148,15 @@ template <LatentRowsSm90Spec S> struct Shared {
   using F = Shape<S>;
   unsigned char* ring;
   unsigned char* query;
-  unsigned char* weights;  // [team][2][tile of a team]: those of the tiles before may still be multiplied
+  unsigned char* weights;  // [team][2][worker of the team]: those of the tiles before may still be multiplied
   RowStatistics<F::kRows, S.workers>* rows;
   Work* work;
-  uint64_t* full;      // [slots]
-  uint64_t* empty;     // [slots]
+  uint64_t* full;      // [slots], one arrival and the bytes: the third is there
+  uint64_t* empty;     // [slots], an arrival of each warp that multiplies with the tile: the third is used up
   uint32_t* unmapped;  // [kUnmappedTiles] bit i: block i of the tile has nothing to see
 
   __device__ __forceinline__ Shared() {
-    ring = shared_memory<unsigned char>();
-    ring += -ptx::shared_address(ring) & 1023u;
+    ring = swizzled_shared_memory();
     query = ring + S.slots * F::kSlotBytes;
     weights = query + F::kQueryBytes;
     rows = reinterpret_cast<RowStatistics<F::kRows, S.workers>*>(weights + 2 * S.workers * F::kWeightBytes);
@@ -166,7 +175,7 @@ template <LatentRowsSm90Spec S> struct Shared {
   }
 };
 
-// Row tile of a number. All lanes of a warp call it together.
+// Row tile number `number`. All lanes of a warp call it together.
 template <int kRows> __device__ __forceinline__ RowTile tile_of_number(const LatentRowsSm90Params& p, int number) {
   const int heads = p.out.num_heads;
   if (p.tiles_of_token == 0) return find_row_tile(p.sequences, number, kRows, heads, capacity_of(p.blocks));
@@ -176,11 +185,12 @@ template <int kRows> __device__ __forceinline__ RowTile tile_of_number(const Lat
   if (tile.sequence.is_active()) {
     tile.first_token = token - tile.sequence.begin;
   } else {
-    tile.sequence.begin = token;
+    tile.sequence.begin = token;  // its rows are written as empty, whoever owns it
   }
   return tile;
 }
 
+// All lanes of a warp call it together.
 __device__ __forceinline__ TileKeys keys_of_tile(const LatentRowsSm90Params& p, const RowTile& tile) {
   const Sequence& sequence = tile.sequence;
   if (p.tiles_of_token == 0) return keys_of_tokens(p.sequences, p.rules, sequence, tile.first_token, tile.last_token());
@@ -191,8 +201,8 @@ __device__ __forceinline__ TileKeys keys_of_tile(const LatentRowsSm90Params& p, 
 
 // This CTA's work, as each warp finds it.
 template <int kRows> __device__ __forceinline__ Work find_work(const LatentRowsSm90Params& p) {
-  const int tiles = p.tile_count;
-  Work work{tile_of_number<kRows>(p, static_cast<int>(blockIdx.x) % tiles), {0, 0}, {0, 0}, 0, 0, static_cast<int>(blockIdx.x) / tiles, 0};
+  const int number = static_cast<int>(blockIdx.x);
+  Work work{.tile = tile_of_number<kRows>(p, number % p.tile_count), .split = number / p.tile_count};
   if (work.tile.rows > 0 && work.tile.sequence.is_active()) {
     const auto [some, every] = keys_of_tile(p, work.tile);
     const SplitPlan plan = plan_splits(p.partials, some);
@@ -207,16 +217,16 @@ template <int kRows> __device__ __forceinline__ Work find_work(const LatentRowsS
   return work;
 }
 
-// The warp that loads.
+// The warp that loads, third after third, as far ahead as the ring has room.
 template <LatentRowsSm90Spec S>
 __device__ __forceinline__ void load_tiles(const LatentRowsSm90Params& p, const Shared<S>& shared, const Work& work) {
   using F = Shape<S>;
   const int lane = threadIdx.x % kWarpSize;
   const int block_keys = min_of(p.blocks.block_size, kTileKeys);  // of a block that lie in one tile
   const int parts = kTileKeys / block_keys;
-  const int batch = kWarpSize / parts;  // tiles whose blocks the lanes look up together
+  const int batch = kWarpSize / parts;  // tiles whose blocks are looked up together, one part a lane
 
-  // What the table has for a part of a tile, or kUnmapped where there is nothing to read.
+  // What the table has for a part, counted from the first tile on, or kUnmapped where there is nothing to read.
   const auto entry_of = [&](int part) {
     const int64_t key = static_cast<int64_t>(work.first_tile) * kTileKeys + static_cast<int64_t>(part) * block_keys;
     const bool wanted = key < work.keys.end && key + block_keys > work.keys.begin;
@@ -256,10 +266,7 @@ __device__ __forceinline__ void load_tiles(const LatentRowsSm90Params& p, const 
 }
 
 // Query rows as B operands of q . k: [channel group][row] of 64 channels, swizzled; rows that do not exist are zeros. Also the factors
-// of rows. All consumers call it, a warp for each eighth row.
-//
-// For codes the rows become float16, times the key scale of each channel relative to the largest of them, divided by a power of two
-// that brings the row's largest channel near 2^13. So every finite row fits, and what is lost lies 2^37 below its largest channel.
+// of rows. All workers call it, a warp for every kWarps-th row. For codes the rows become float16 (widen.cuh).
 template <LatentRowsSm90Spec S>
 __device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, const Shared<S>& shared, const RowTile& tile) {
   using F = Shape<S>;
@@ -361,17 +368,18 @@ __device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, cons
   }
 }
 
-// Attends the rows again that were found spoilt, and writes what they should have been; all consumers call it, when all have
+// Attends the rows again that were found spoilt, and writes what they should have been; all workers call it, when all have
 // written their rows. Not inlined, because its registers would be missing in the main loop.
-template <LatentRowsSm90Spec S> __device__ __noinline__ void repair(const LatentRowsSm90Params& p, const Work& work, const uint32_t* s_spoilt) {
+template <LatentRowsSm90Spec S>
+__device__ __noinline__ void repair(const LatentRowsSm90Params& p, const Work& work, const uint32_t* s_spoilt) {
   for (int row = static_cast<int>(threadIdx.x) / kWarpSize; row < work.tile.rows; row += Shape<S>::kConsumerThreads / kWarpSize) {
     if ((s_spoilt[row / 32] >> row % 32 & 1u) == 0) continue;
     attend_row_again<S.io, S.cache, kHeadSize, kValueSize>(p, work, row);
   }
 }
 
-// A warpgroup that computes. It is a team of its own, with every second tile and all channels; or two are one team, where each computes
-// the weights of every second tile, and half of the channels from all of them.
+// A warpgroup that computes. It is a team of its own, with every kWorkers-th tile and all channels; or two are one team, where each
+// computes the weights of every second tile, and half of the channels from all of them.
 //
 // With g = lane / 4, t = lane % 4: element 4 j + 2 half + c of an accumulator is row 8 j + 2 t + c of the tile's, and of M of this warp
 // number g + 8 half.
@@ -384,13 +392,13 @@ template <LatentRowsSm90Spec S> struct Worker {
 
   const LatentRowsSm90Params& p;
   const Shared<S>& shared;
-  const int index;
+  const int index;  // of the worker
   const int team = index / F::kTeam;
-  const int rank = index % F::kTeam;
+  const int rank = index % F::kTeam;  // in the team
   const int first_group = rank * F::kOwnGroups;
   const int first_key;  // of tile 0
   const KeyRange keys;
-  const KeyRange whole;  // that all rows admit
+  const KeyRange whole;  // that every token admits, of those
   float acc[F::kOwnGroups][F::kScores];
   float sum[F::kLaneRows];  // of this lane's weights
 
@@ -410,10 +418,10 @@ template <LatentRowsSm90Spec S> struct Worker {
 
   __device__ __forceinline__ static int warp() { return threadIdx.x % kWarpgroup / kWarpSize; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
-  // The row tile's row, and the key of a tile, of an element.
+  // The row tile's row, and the key in a tile, of an element.
   __device__ __forceinline__ static int row_of(int lane_row) { return lane_row / 2 * 8 + 2 * (threadIdx.x % 4) + lane_row % 2; }
   __device__ __forceinline__ static int key_of(int half) { return 16 * warp() + lane() / 4 + 8 * half; }
-  // Third of a tile whose first one is at `slot`.
+  // Where a third of the tile is whose first one is at `slot`.
   __device__ __forceinline__ static Slot third_of(Slot slot, int third) {
 #pragma unroll
     for (int i = 0; i < third; ++i) slot.advance();
@@ -451,12 +459,13 @@ template <LatentRowsSm90Spec S> struct Worker {
     ptx::named_barrier_sync(kOwn + index, kWarpgroup);  // the zeros are there for the whole warpgroup
   }
 
-  // K of a channel group as A operands, widened: a lane has 16 channels of the keys g and g + 8 of its warp's sixteen.
+  // Codes of a channel group as a lane reads them.
   struct Codes { Vector16 half[2]; };
+  // K as A operands: a lane has 16 channels of the keys g and g + 8 of its warp's sixteen.
   __device__ __forceinline__ Codes load_keys(const Slot& tile, int group) const {
     const int g = lane() / 4;
-    const unsigned char* s_row = bytes_of(third_of(tile, group / kSlotGroups)) + 2 * warp() * F::kEightKeysBytes + group % kSlotGroups * F::kAtomBytes +
-                                 g * F::kRowBytes + (lane() % 4 ^ g / 2) * 16;
+    const unsigned char* s_row = bytes_of(third_of(tile, group / kSlotGroups)) + 2 * warp() * F::kEightKeysBytes +
+                                 group % kSlotGroups * F::kAtomBytes + g * F::kRowBytes + (lane() % 4 ^ g / 2) * 16;
     return {{*reinterpret_cast<const Vector16*>(s_row), *reinterpret_cast<const Vector16*>(s_row + F::kEightKeysBytes)}};
   }
   __device__ __forceinline__ static void widen_keys(uint32_t (&a)[4], const Codes& codes, int step) {
@@ -468,7 +477,7 @@ template <LatentRowsSm90Spec S> struct Worker {
       a[half + 2] = pairs[1];
     }
   }
-  // V^T of a channel group likewise: a lane has channels 2 g and 2 g + 1 of its warp's sixteen, two keys of each eight.
+  // V^T of own channel group `m` likewise: a lane has channels 2 g and 2 g + 1 of its warp's sixteen, two keys of each eight.
   __device__ __forceinline__ Codes load_values(const Slot& tile, int m, int tile_key) const {
     const auto group_at = [&](int group) {
       return bytes_of(third_of(tile, group / kSlotGroups)) + group % kSlotGroups * F::kAtomBytes;
@@ -499,10 +508,15 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
-  // Products with the codes of kGroups channel groups as A. A warp that issues a product with A in registers waits until that has begun,
-  // so a few steps are widened at a time, while the products of the ones before run. `done` is called when all codes are read.
+  // Products with the codes of kGroups channel groups as A. A warp that issues a product with A in registers waits until that has
+  // begun, so a few steps are widened at a time, while the products of the ones before run.
+  //   `load(group)`                Codes of a group
+  //   `widen_step(a, codes, step)` the A operand of one step of them
+  //   `multiply(group, step, a)`   issues the product
+  //   `done()`                     called when all codes are read
   template <int kGroups, class Load, class Widen, class Multiply, class Done>
-  __device__ __forceinline__ static void multiply_widened(const Load& load, const Widen& widen_step, const Multiply& multiply, const Done& done) {
+  __device__ __forceinline__ static void multiply_widened(const Load& load, const Widen& widen_step, const Multiply& multiply,
+                                                          const Done& done) {
     uint32_t a[2][F::kBatch][4];
     Codes codes[2] = {load(0)};
 #pragma unroll
@@ -520,6 +534,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
+  // scores = K q^T of a tile, each third as it comes.
   __device__ __forceinline__ void multiply_keys(Scores& scores, const Slot& tile) const {
     const uint64_t query = ptx::matrix_descriptor<kQueryRowBytes>(ptx::shared_address(shared.query), 16, 8 * kQueryRowBytes);
     const auto query_of = [&](int group, int step) { return ptx::descriptor_at(query, group * F::kQueryGroupBytes + 32 * step); };
@@ -545,8 +560,8 @@ template <LatentRowsSm90Spec S> struct Worker {
         for (int i = 0; i < kSlotGroups; ++i) {
 #pragma unroll
           for (int step = 0; step < kSteps; ++step) {
-            ptx::wgmma<Math, false>(scores, ptx::descriptor_at(keys, i * F::kAtomBytes + 32 * step), query_of(kSlotGroups * third + i, step),
-                                    third + i + step != 0);
+            ptx::wgmma<Math, false>(scores, ptx::descriptor_at(keys, i * F::kAtomBytes + 32 * step),
+                                    query_of(kSlotGroups * third + i, step), third + i + step != 0);
           }
         }
         ptx::wgmma_commit();
@@ -610,7 +625,8 @@ template <LatentRowsSm90Spec S> struct Worker {
       for (int half = 0; half < 2; ++half) {
         float& score = scores[r / 2 * 4 + 2 * half + r % 2];
         const int key = tile_key + key_of(half);
-        if (admitted.contains(key)) score = kLog2E * capped_and_biased(p.rules, score * factor, g_bias, key);  // other biases may not exist
+        if (!admitted.contains(key)) continue;  // its bias may not exist
+        score = kLog2E * capped_and_biased(p.rules, score * factor, g_bias, key);
       }
     }
   }
@@ -626,7 +642,8 @@ template <LatentRowsSm90Spec S> struct Worker {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = key_of(half);
-        if (!admitted.contains(tile_key + key) || (unmapped >> (key >> shift) & 1u) != 0) scores[r / 2 * 4 + 2 * half + r % 2] = negative_infinity();
+        float& score = scores[r / 2 * 4 + 2 * half + r % 2];
+        if (!admitted.contains(tile_key + key) || (unmapped >> (key >> shift) & 1u) != 0) score = negative_infinity();
       }
     }
   }
@@ -635,7 +652,8 @@ template <LatentRowsSm90Spec S> struct Worker {
   __device__ __forceinline__ float factor_of(int lane_row) const { return S.has_rules ? 1.0f : shared.rows->factor[row_of(lane_row)]; }
 
   // Scores to weights, as B operands of p . v. They are made with the reference that there is, and again where some row of some warp
-  // has gone too far beyond it: a team has one barrier a tile.
+  // has gone too far beyond it: a team has one barrier a tile. When it is passed all warps have finished the products with the
+  // other buffer of weights, so that one may be written for the next tile.
   __device__ __forceinline__ void weigh(const Scores& scores, unsigned char* s_weights) {
     float own_sum[F::kLaneRows];
     for (;;) {
@@ -672,6 +690,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     for (int r = 0; r < F::kLaneRows; ++r) sum[r] += own_sum[r];
   }
 
+  // Takes the references of all rows to the maximum of these scores, in all warps of the team alike, and what was summed up along.
   __device__ __forceinline__ void move_references(const Scores& scores) {
     auto& s_top = shared.rows->of_warp;
 #pragma unroll
@@ -697,6 +716,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     __syncwarp();  // the new ones are there
   }
 
+  // Scales what was summed up of a row.
   __device__ __forceinline__ void scale_row(int lane_row, float factor) {
     sum[lane_row] *= factor;
 #pragma unroll
@@ -706,6 +726,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
+  // A round is a tile of each worker. All of a team go through the same rounds, for the sake of its barriers.
   __device__ __forceinline__ void attend(int tile_count) {
     Slot first;  // of the first tile of a round
     int buffer = 0;
@@ -745,7 +766,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
-  // Puts what both workers have together: [row][channel] where the ring was, and the sums of weights in of_warp.
+  // Puts what the workers have together: [row][channel] where ring and queries were, and the sums of weights in of_warp.
   __device__ __forceinline__ void merge() const {
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
@@ -791,7 +812,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
-  // Puts the sums in their place, or adds them to those that are there, relative to the reference of both teams.
+  // Puts the sums in their place, or adds them to those that are there, relative to the reference of all teams.
   template <bool kAdds> __device__ __forceinline__ void put() const {
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
@@ -809,14 +830,9 @@ template <LatentRowsSm90Spec S> struct Worker {
       }
     }
   }
-
 };
 
-template <class Io> __device__ __forceinline__ void store_values(Io* g_target, const float (&x)[8]) {
-  store_8(g_target, Vector16{{ptx::pack_2<Io>(x[0], x[1]), ptx::pack_2<Io>(x[2], x[3]), ptx::pack_2<Io>(x[4], x[5]), ptx::pack_2<Io>(x[6], x[7])}});
-}
-
-// Writes what `Worker::merge` has put together; all consumers call it.
+// Writes what `Worker::merge` has put together; all workers call it.
 template <LatentRowsSm90Spec S>
 __device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const Shared<S>& shared) {
   using F = Shape<S>;
@@ -842,7 +858,7 @@ __device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const 
     const int token = work.tile.token(row);
     const int head = work.tile.head_in_group(row);
     if (work.split_count <= 1) {
-      store_values(output_row<Io>(p.out, token, head, kValueSize) + 8 * vector, x);
+      store_8(output_row<Io>(p.out, token, head, kValueSize) + 8 * vector, x);
     } else {
       const int64_t at = partial_row(p.partials, token, work.split, p.out.num_heads, head);
       float4* g_row = reinterpret_cast<float4*>(p.partials.acc + at * partial_width(kValueSize) + 8 * vector);
@@ -857,7 +873,8 @@ __device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const 
   }
 }
 
-// Counts this split as done; the CTA that finds all others done merges them in the order and way of combine_splits. All consumers call it.
+// Counts this split as done; the CTA that finds all others done merges them, with the bits of combine_splits: maximum, weights and
+// sums in the order of the splits. All workers call it.
 template <LatentRowsSm90Spec S>
 __device__ __forceinline__ void merge_splits(const LatentRowsSm90Params& p, const Shared<S>& shared) {
   using F = Shape<S>;
@@ -881,7 +898,8 @@ __device__ __forceinline__ void merge_splits(const LatentRowsSm90Params& p, cons
     SoftmaxState merged;
 #pragma unroll
     for (int split = 0; split < kMergedSplits; ++split) {
-      lse[split] = split < work.split_count ? p.partials.lse[partial_row(p.partials, token, split, p.out.num_heads, head)] : negative_infinity();
+      lse[split] = split < work.split_count ? p.partials.lse[partial_row(p.partials, token, split, p.out.num_heads, head)]
+                                            : negative_infinity();
       merged.row_max = fmaxf(merged.row_max, lse[split]);
     }
     float x[8] = {};
@@ -905,7 +923,7 @@ __device__ __forceinline__ void merge_splits(const LatentRowsSm90Params& p, cons
 #pragma unroll
     for (int j = 0; j < 8; ++j) x[j] *= result.factor;
     if (vector == 0) store_lse(p.out, token, head, result.lse);
-    store_values(output_row<Io>(p.out, token, head, kValueSize) + 8 * vector, x);
+    store_8(output_row<Io>(p.out, token, head, kValueSize) + 8 * vector, x);
   }
 }
 
@@ -929,7 +947,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
   const Work work = find_work<F::kRows>(p);
   ptx::let_next_kernel_start();
   if (!work.exists()) {
-    ptx::wait_for_previous_kernel();
+    ptx::wait_for_previous_kernel();  // the end of this kernel stands for the end of the one ahead
     return;
   }
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);  // the same in all lanes, visibly

@@ -20,6 +20,14 @@ __device__ __forceinline__ void store_lse(const Output& out, int token, int head
   if (out.lse != nullptr) out.lse[static_cast<int64_t>(token) * out.num_heads + head] = lse;
 }
 
+// Eight neighbouring channels.
+template <class T> __device__ __forceinline__ void store_8(T* g_target, const float (&x)[8]) {
+  Vector16 v;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v.word[i] = ptx::pack_2<T>(x[2 * i], x[2 * i + 1]);
+  store_8(g_target, v);
+}
+
 // Two neighbouring channels of a row of `channels`, the first one even; one 4-byte store where the row allows. A row of odd
 // width has no second one at its end.
 template <class T> __device__ __forceinline__ void store_2(T* g_row, int channel, int channels, float first, float second) {

@@ -66,7 +66,8 @@ struct TileKeys {
 };
 
 // Keys of the tokens [first, last] of a sequence. All lanes of a warp call it together.
-__device__ __forceinline__ TileKeys keys_of_tokens(const SequenceTable& table, const ScoreRules& rules, const Sequence& s, int first, int last) {
+__device__ __forceinline__ TileKeys keys_of_tokens(const SequenceTable& table, const ScoreRules& rules, const Sequence& s, int first,
+                                                   int last) {
   TileKeys keys{{0x7fffffff, 0}, {0, 0x7fffffff}};
   for (int j = first + static_cast<int>(threadIdx.x) % kWarpSize; j <= last; j += kWarpSize) {
     const KeyRange own = admitted_keys(rules, position_of_token(table, s, s.begin + j), j, s.kv_len);

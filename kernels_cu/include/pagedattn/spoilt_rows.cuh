@@ -17,6 +17,9 @@
 #include <pagedattn/softmax.cuh>
 #include <pagedattn/split.cuh>
 
+// Whether a value in a cache may be infinite or NaN. Integer codes are numbers: they spoil nothing.
+__host__ __device__ constexpr bool can_spoil(DType cache) { return bits_of(cache) == 16 || cache == DType::f8e4m3; }
+
 // Whether row `half` of a lane, in wgmma's layout of an accumulator, has a sum that is NaN, and a sum of weights that is not.
 template <int kCount> __device__ __forceinline__ bool is_spoilt(const float (&acc)[kCount], int half, float weights) {
   bool found = false;
@@ -33,7 +36,7 @@ struct Pair { float first, second; };
 
 // Channels 2 pair and 2 pair + 1 of a row, without their scale; zeros beyond its end or where there is no row.
 template <DType Type> __device__ __forceinline__ Pair pair_of(const void* g_row, int pair, int channels) {
-  static_assert(bits_of(Type) == 16 || Type == DType::f8e4m3, "integer codes are finite: they spoil nothing");
+  static_assert(can_spoil(Type), "rows of no other type are attended again");
   const bool exists = g_row != nullptr && 2 * pair < channels;
   if constexpr (Type == DType::f8e4m3) {
     const uint32_t halves = ptx::f8e4m3_to_half_2(exists ? static_cast<const uint16_t*>(g_row)[pair] : 0u);
@@ -55,7 +58,7 @@ struct Seen {
   __device__ __forceinline__ uint32_t nan_in_any_sum() const { return nan | (positive & negative); }
 
   __device__ __forceinline__ void look(float x, int bit) {
-    nan |= static_cast<uint32_t>(x != x) << bit;
+    nan |= static_cast<uint32_t>(is_nan(x)) << bit;
     positive |= static_cast<uint32_t>(x == -negative_infinity()) << bit;
     negative |= static_cast<uint32_t>(x == negative_infinity()) << bit;
   }
@@ -73,7 +76,8 @@ template <DType Cache, int kValueSize> struct Values {
 
   // Those of a lane's channels in `wanted` that `channels(seen)` names after a look at the mapped ones of `keys`, the newest first.
   // Ends as soon as no lane wants more.
-  template <class Channels> __device__ __forceinline__ uint32_t find(const KeyRange& keys, uint32_t wanted, const Channels& channels) const {
+  template <class Channels>
+  __device__ __forceinline__ uint32_t find(const KeyRange& keys, uint32_t wanted, const Channels& channels) const {
     Seen seen;
 #pragma unroll 1
     for (int end = keys.end; end > keys.begin; end -= kKeys) {
@@ -86,7 +90,9 @@ template <DType Cache, int kValueSize> struct Values {
       for (int n = 0; n < kKeys; ++n) {
         const void* g_row = block[n] == kUnmapped ? nullptr : head.row(block[n], offset_in_block(blocks, end - 1 - n));
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) x[n][i] = pair_of<Cache>(g_row, static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize, kValueSize);
+        for (int i = 0; i < kPairs; ++i) {
+          x[n][i] = pair_of<Cache>(g_row, static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize, kValueSize);
+        }
       }
 #pragma unroll
       for (int n = 0; n < kKeys; ++n) {

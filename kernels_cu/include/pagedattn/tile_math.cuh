@@ -72,7 +72,8 @@ __device__ __forceinline__ void multiply_values(float (&acc)[kMTiles][kTiles][4]
 }
 
 // Probabilities of one 16-key block as the A operand of p . v, rounded to its type.
-template <class Value> __device__ __forceinline__ void pack_probabilities(uint32_t (&p)[4], const float (&left)[4], const float (&right)[4]) {
+template <class Value>
+__device__ __forceinline__ void pack_probabilities(uint32_t (&p)[4], const float (&left)[4], const float (&right)[4]) {
   p[0] = ptx::pack_2<Value>(left[0], left[1]);
   p[1] = ptx::pack_2<Value>(left[2], left[3]);
   p[2] = ptx::pack_2<Value>(right[0], right[1]);

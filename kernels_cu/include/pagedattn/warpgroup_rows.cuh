@@ -1,5 +1,5 @@
-// What a warpgroup does with the 64 rows of its products between them: scores to weights, weights to operands, and the ring of
-// buffers that both products read from.
+// What a warpgroup does with the 64 rows of its products between them: scores to weights, weights to operands; and the buffers that
+// both products read from.
 //
 // The layout of an accumulator is wgmma's (ptx/wgmma.cuh): a lane has two rows of its warp's sixteen, lane / 4 and that + 8, and
 // four lanes share a row.
@@ -8,12 +8,19 @@
 #include <pagedattn/math.cuh>
 #include <pagedattn/ptx/convert.cuh>
 #include <pagedattn/ptx/exp2.cuh>
+#include <pagedattn/ptx/mbarrier.cuh>
 
 constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
 
 // A reference that is at most this far (in powers of two) below the maximum is kept: weights stay below 2^8, and acc is not rescaled.
 constexpr float kSlack = 8.0f;
+
+// The CTA's dynamic shared memory from a multiple of 1024 bytes on, where the pattern of a swizzle starts.
+__device__ __forceinline__ unsigned char* swizzled_shared_memory() {
+  unsigned char* s_base = shared_memory<unsigned char>();
+  return s_base += -ptx::shared_address(s_base) & 1023u;
+}
 
 // A stage of a ring of buffers, and the parity of its barriers in this round.
 template <int kStages> struct Ring {
@@ -93,7 +100,8 @@ template <int kCount> __device__ __forceinline__ void scale_rows(float (&acc)[kC
 }
 
 // Weights of a tile as A operands of p . v, rounded to their type.
-template <class Math, int kCount> __device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 8][4], const float (&weights)[kCount]) {
+template <class Math, int kCount>
+__device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 8][4], const float (&weights)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) p[i / 4][i % 4] = ptx::pack_2<Math>(weights[2 * i], weights[2 * i + 1]);
 }

@@ -5,7 +5,8 @@
 //   values   a range of the value channels
 // Between the two, row maxima and probabilities pass through shared memory; every warp of a row keeps the same row_max.
 //
-// What bounds it is shared memory: a warp reads keys and values once for all of its rows, so two tiles of rows halve that. LATENT keys have channels that are no values; probabilities take their place.
+// What bounds it is shared memory: a warp reads keys and values once for all of its rows, so two tiles of rows halve that. LATENT
+// keys have channels that are no values; probabilities take their place.
 //
 //   | queries | probabilities | row maxima, later row sums | key and value stages |
 #pragma once

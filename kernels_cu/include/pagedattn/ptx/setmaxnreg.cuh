@@ -5,6 +5,10 @@
 
 namespace ptx {
 
+// Registers of each thread when a CTA starts that has a multiprocessor for itself. Its warpgroups share out no more than that: who
+// asks for more waits forever.
+__host__ __device__ constexpr int start_registers(int threads) { return 65536 / threads / 8 * 8; }
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <int kRegisters> __device__ __forceinline__ void decrease_registers() {
