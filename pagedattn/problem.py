@@ -147,6 +147,11 @@ class Problem:
         return self.local_window_size > 0
 
     @property
+    def has_plain_scores(self) -> bool:
+        """Whether a score is q . k times a positive scale, without a cap or a bias."""
+        return self.scale > 0 and not self.softcap > 0 and self.bias_shape is None
+
+    @property
     def query_len_bound(self) -> int:
         """Upper bound of new tokens in one sequence."""
         return self.max_query_len_bound or self.token_count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.prologue import Prologue, Rows, aligned
@@ -11,12 +11,11 @@ from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.tensor_map import why_not_rows
 from pagedattn.kernels import latent_decode, latent_decode_sm90, latent_rows_sm90
 from pagedattn.kernels.layouts import ceil_div
+from pagedattn.kernels.row_tiles import key_span, row_bound, tokens_of_tile
 from pagedattn.problem import Problem
 
 # Leave Hopper's kernels aside; for tests and comparisons.
 FORCE_SM80 = False
-
-_COUNTER_BYTES = 256
 
 
 def plan(problem: Problem, executor: Executor[Function]) -> LatentPlan:
@@ -25,36 +24,51 @@ def plan(problem: Problem, executor: Executor[Function]) -> LatentPlan:
 
 
 class LatentPlan:
-    """The prologue, the best kernel, and `combine_splits` where a tile of rows may have several splits.
+    """The prologue, and the first of `candidates` that can read a call's arrays.
 
-    On Hopper that is the first one of `_HOPPER` that is for the problem, else `latent_decode`. Hopper's read through
-    the copy engine, which wants rows that start on multiples of 16 bytes; arrays that do not comply take the other one.
+    On Hopper that is the first one of `_HOPPER` that is for the problem, before `latent_decode`. Hopper's kernels read
+    through the copy engine, which wants rows that start on multiples of 16 bytes; arrays that do not comply take the
+    other one.
     """
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
         kinds = _HOPPER if executor.arch == "sm_90a" and not FORCE_SM80 else ()
-        self.hopper = next((kind(p, executor) for kind in kinds if kind.is_for(p)), None)
-        self.general = _General(p, executor)
-        self.prologue = Prologue(p, executor, self.hopper.zero_count if self.hopper is not None else 0)
-        if self.hopper is None:
-            self.general.load()
-        self._partials_at = aligned(self.prologue.workspace_bytes)
-        parts = self.general.splits.workspace_bytes
-        if self.hopper is not None:
-            parts = max(parts, self.hopper.workspace_bytes)
-        self.workspace_bytes = self._partials_at + parts
+        best = next((kind for kind in kinds if kind.is_for(p)), None)
+        self.candidates: list[_Candidate] = [_General(p, executor, loads_late=best is not None)]
+        if best is not None:
+            self.candidates.insert(0, best(p, executor))
+        self.prologue = Prologue(p, executor, max(candidate.zero_count for candidate in self.candidates))
+        self._attention_at = aligned(self.prologue.workspace_bytes)
+        self.workspace_bytes = self._attention_at + max(candidate.workspace_bytes for candidate in self.candidates)
 
     def launches(self, tensors: Tensors, workspace: int) -> list[Launch]:
         """Launches of a call; see `pagedattn.backends.base.Plan`."""
         shared = Shared(self.problem, tensors)
-        at = workspace + self._partials_at
+        at = workspace + self._attention_at
         query = self.prologue.query(tensors, workspace)
-        if self.hopper is not None and self.hopper.why_not_tensors(query, tensors) is None:
-            attention = self.hopper.launches(query, tensors, shared, at)
-        else:
-            attention = self.general.launches(query, shared, at)
+        first = next(candidate for candidate in self.candidates if candidate.why_not_tensors(query, tensors) is None)
+        attention = first.launches(query, tensors, shared, at)
         return [self.prologue.launch(tensors, shared, workspace, at), *attention]
+
+
+class _Candidate(Protocol):
+    """A kernel that attends, with what it needs around it: `combine_splits` where a row tile may have several splits.
+
+    Attributes
+    ----------
+    zero_count : int
+        Counters at the start of its workspace; the prologue sets them to 0.
+    """
+
+    zero_count: int
+    workspace_bytes: int
+
+    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
+        """Reason why it cannot read and write these arrays, or None."""
+
+    def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
+        """Launches that attend, after the prologue's."""
 
 
 class _FewRows:
@@ -63,14 +77,13 @@ class _FewRows:
     @staticmethod
     def is_for(problem: Problem) -> bool:
         p = problem
-        few = latent_rows_sm90.row_bound(p) <= latent_rows_sm90.FEW_ROWS
+        few = row_bound(p) <= latent_rows_sm90.FEW_ROWS
         return (few or p.cache_dtype.is_quantized) and latent_rows_sm90.why_not_problem(p) is None
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         kernel = self.kernel = latent_rows_sm90.LatentRowsKernel(problem, executor)
         self.splits = SplitPlan(problem, executor, kernel.span, kernel.split_size, kernel.tile_rows, kernel.starts_at_0)
         self.merges = 1 < self.splits.count <= latent_rows_sm90.MERGED_SPLITS
-        # Counters start the workspace; the prologue sets them to 0.
         self.zero_count = kernel.tiles if self.merges else 0
         self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
@@ -83,11 +96,7 @@ class _FewRows:
         attention = self.kernel.launch(
             query,
             tensors["key_cache"],
-            shared.sequences,
-            shared.blocks,
-            shared.key_cache,
-            shared.rules,
-            shared.out,
+            shared,
             partials,
             self.splits.count,
             workspace if self.merges else None,
@@ -96,40 +105,30 @@ class _FewRows:
 
 
 class _ManyRows:
-    """`latent_decode_sm90`: 64 query rows at a time, from a cache of their type. A counter starts its workspace."""
-
-    zero_count = 1
+    """`latent_decode_sm90`: 64 query rows at a time, from a cache of their type."""
 
     @staticmethod
     def is_for(problem: Problem) -> bool:
         return latent_decode_sm90.why_not_problem(problem) is None
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
-        self.kernel = latent_decode_sm90.LatentSm90Kernel(problem, executor)
-        self.splits = SplitPlan(
-            problem,
-            executor,
-            self.kernel.span,
-            self.kernel.split_size,
-            latent_decode_sm90.ROWS,
-            self.kernel.starts_at_0,
-        )
-        self.workspace_bytes = _COUNTER_BYTES + self.splits.workspace_bytes
+        kernel = self.kernel = latent_decode_sm90.LatentSm90Kernel(problem, executor)
+        rows = latent_decode_sm90.ROWS
+        self.splits = SplitPlan(problem, executor, kernel.span, kernel.split_size, rows, kernel.starts_at_0)
+        self.zero_count = 1  # the next piece of work
+        self._partials_at = aligned(4 * self.zero_count)
+        self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return latent_decode_sm90.why_not_tensors(query, tensors["key_cache"], tensors["output"].pointer)
 
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
-        partials = self.splits.partials(workspace + _COUNTER_BYTES)
+        partials = self.splits.partials(workspace + self._partials_at)
         attention = self.kernel.launch(
             query,
             query.pointer != tensors["query"].pointer,
             tensors["key_cache"],
-            shared.sequences,
-            shared.blocks,
-            shared.key_cache,
-            shared.rules,
-            shared.out,
+            shared,
             partials,
             self.splits.count,
             workspace,
@@ -142,32 +141,35 @@ _HOPPER: tuple[type[_FewRows] | type[_ManyRows], ...] = (_FewRows, _ManyRows)
 
 
 class _General:
-    """`latent_decode`, which runs everywhere and on everything."""
+    """`latent_decode`, which runs everywhere and on everything. ``loads_late``: it may never be needed."""
 
-    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
+    zero_count = 0
+
+    def __init__(self, problem: Problem, executor: Executor[Function], loads_late: bool) -> None:
         p = self.problem = problem
         self.executor = executor
-        rows = p.num_heads * max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
         self.spec = latent_decode.choose(
-            p.io_dtype, p.cache_dtype, p.head_size, p.v_head_size, rows, executor.max_shared_bytes
+            p.io_dtype, p.cache_dtype, p.head_size, p.v_head_size, row_bound(p), executor.max_shared_bytes
         )
-        ordered = not p.has_query_positions and p.is_causal
-        span = latent_decode.key_span(self.spec, p.kv_len_bound, p.local_window_size, p.num_heads, ordered)
+        span = key_span(p, tokens_of_tile(self.spec.tile_rows, p.num_heads))
         tokens = ceil_div(max(1, p.token_count), max(1, p.batch_size))  # of a sequence, were they all alike
         tiles = max(1, p.batch_size) * ceil_div(tokens * p.num_heads, self.spec.tile_rows)
         slots = executor.multiprocessors * latent_decode.resident(self.spec, executor.max_shared_bytes)
         size = latent_decode.split_size(span, tiles, slots)
         self.splits = SplitPlan(p, executor, span, size, self.spec.tile_rows)
-        self.function: Any = None
+        self.workspace_bytes = self.splits.workspace_bytes
+        self.function: Any = None if loads_late else self._load()
 
-    def load(self) -> None:
-        """Compile it; whoever may not need it does so late."""
-        self.function = self.executor.load(latent_decode.KERNEL, self.spec)
+    def _load(self) -> Any:
+        return self.executor.load(latent_decode.KERNEL, self.spec)
 
-    def launches(self, query: Rows, shared: Shared, workspace: int) -> list[Launch]:
+    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
+        return None
+
+    def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         p = self.problem
         if self.function is None:
-            self.load()
+            self.function = self._load()
         partials = self.splits.partials(workspace)
         packed = latent_decode.PARAMS.pack(
             query=query.pointer,

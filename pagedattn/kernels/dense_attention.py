@@ -14,6 +14,7 @@ from pagedattn.jit.params import i32, i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels import wide_attention
 from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, SCORE_RULES, SEQUENCE_TABLE
+from pagedattn.kernels.row_tiles import row_tile_count
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def grid(
     spec: DenseSpec, token_count: int, batch_size: int, kv_num_heads: int, group_size: int
 ) -> tuple[int, int, int]:
     """CTAs of a launch."""
-    return wide_attention.row_tile_count(token_count, batch_size, group_size, spec.tile_rows), kv_num_heads, 1
+    return row_tile_count(token_count, batch_size, group_size, spec.tile_rows), kv_num_heads, 1
 
 
 KERNEL = Kernel("dense_attention", DenseSpec, PARAMS, threads, shared_bytes)

@@ -22,7 +22,7 @@ from pagedattn.kernels.layouts import (
     round_up,
     tile_row_stride,
 )
-from pagedattn.kernels.wide_attention import row_tile_count
+from pagedattn.kernels.row_tiles import row_tile_count
 
 
 @dataclass(frozen=True)

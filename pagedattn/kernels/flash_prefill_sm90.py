@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
@@ -13,7 +12,7 @@ from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.params import i32, i64, params, ptr, tensor_map
 from pagedattn.jit.spec import Spec
-from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, SCORE_RULES, SEQUENCE_TABLE
+from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, SCORE_RULES, SEQUENCE_TABLE, PackedStructs
 from pagedattn.problem import Problem, TensorInfo
 
 WARPGROUP = 128
@@ -146,17 +145,6 @@ def why_not_tensors(query: tuple[int, int], caches: tuple[TensorInfo, TensorInfo
     return maps.why_not_rows(query, caches, head_bytes)
 
 
-class PackedStructs(Protocol):
-    """The structs of `pagedattn.kernels.layouts`, packed."""
-
-    key_cache: bytes
-    value_cache: bytes
-    sequences: bytes
-    blocks: bytes
-    rules: bytes
-    out: bytes
-
-
 class Sm90Kernel:
     """The kernel for one problem, ready to launch.
 
@@ -171,8 +159,7 @@ class Sm90Kernel:
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
         self.executor = executor
-        has_rules = p.softcap > 0 or p.bias_shape is not None or not p.scale > 0
-        self.spec = choose(p.io_dtype, p.cache_dtype, p.head_size, has_rules, executor.max_shared_bytes)
+        self.spec = choose(p.io_dtype, p.cache_dtype, p.head_size, not p.has_plain_scores, executor.max_shared_bytes)
         self.function = executor.load(KERNEL, self.spec)
         self.channels = group_channels(p.head_size)
         self.grid = grid(self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size, executor.multiprocessors)

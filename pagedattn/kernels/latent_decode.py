@@ -14,6 +14,7 @@ from pagedattn.jit.params import i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels import wide_attention
 from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div
+from pagedattn.kernels.row_tiles import row_tile_count
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def choose(io: DType, cache: DType, head_size: int, v_head_size: int, rows: int,
 
 def grid(spec: LatentSpec, token_count: int, batch_size: int, num_heads: int, split_count: int) -> tuple[int, int, int]:
     """CTAs of a launch."""
-    tiles = wide_attention.row_tile_count(token_count, batch_size, num_heads, spec.tile_rows)
+    tiles = row_tile_count(token_count, batch_size, num_heads, spec.tile_rows)
     return tiles * split_count, 1, 1
 
 
@@ -123,16 +124,6 @@ def launch(
     """Launch of what ``executor.load(KERNEL, spec)`` returned."""
     shape = grid(spec, token_count, batch_size, num_heads, split_count)
     return Launch(function, shape, threads(spec), shared_bytes(spec), packed)
-
-
-def key_span(spec: LatentSpec, kv_len_bound: int, local_window_size: int, num_heads: int, ordered: bool) -> int:
-    """Most keys that the tokens of one row tile attend together.
-
-    ``ordered`` says that positions follow the order of tokens: there are no query_positions.
-    """
-    if local_window_size <= 0 or not ordered:
-        return kv_len_bound
-    return min(kv_len_bound, local_window_size + ceil_div(spec.tile_rows - 1, num_heads))
 
 
 def split_size(span: int, tiles: int, slots: int) -> int:

@@ -13,6 +13,8 @@ from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.params import i32, i64, params, ptr, tensor_map
 from pagedattn.jit.spec import Spec
+from pagedattn.kernels import latent_sm90
+from pagedattn.kernels.latent_sm90 import ALIGNMENT_BYTES, CHANNELS, HEAD_SIZE, TILE_KEYS, VALUE_SIZE, WARPGROUP
 from pagedattn.kernels.layouts import (
     BLOCK_TABLE,
     KV_CACHE,
@@ -20,19 +22,16 @@ from pagedattn.kernels.layouts import (
     PARTIALS,
     SCORE_RULES,
     SEQUENCE_TABLE,
+    PackedStructs,
     ceil_div,
     round_up,
 )
+from pagedattn.kernels.row_tiles import key_span, row_tile_count, tokens_of_tile
 from pagedattn.problem import Problem, TensorInfo
 
-WARPGROUP = 128
 ROWS = 64  # query rows, tokens times heads, of a CTA
-HEAD_SIZE, VALUE_SIZE = 576, 512
-TILE_KEYS = 64
-CHANNELS = 64  # of a channel group: a row of the swizzle
 BARRIER_BYTES = 2048  # barriers, references and sums of rows, the descriptions of two pieces of work, counts of work
 LISTED_BYTES = 3 * WARPGROUP * 20  # what the list of work needs to know of sequences
-ALIGNMENT_BYTES = 1024  # the swizzle repeats after so many
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,6 @@ PARAMS = params(
     out=OUTPUT,
     partials=PARTIALS,
 )
-
-# A split costs what so many keys cost: its query, its part of the result, and the merge.
-SPLIT_KEYS = 160
-# Lengths differ, so no split is longer than a multiprocessor's share when all sequences have this many keys.
-TYPICAL_KEYS = 4096
 
 # Row tiles of a sequence that run at about the same time: they share what one of them brings to L2.
 SIDE_BY_SIDE = 8
@@ -101,17 +95,7 @@ def cluster_ctas(num_heads: int) -> int:
 
 def row_tiles(token_count: int, batch_size: int, num_heads: int) -> int:
     """Most row tiles that a batch has; every sequence, and the padding after them, may end in one that is not full."""
-    return min(token_count * ceil_div(num_heads, ROWS), token_count * num_heads // ROWS + batch_size + 1)
-
-
-def key_span(kv_len_bound: int, local_window_size: int, num_heads: int, ordered: bool) -> int:
-    """Most keys that the tokens of one row tile attend together.
-
-    ``ordered`` says that positions follow the order of tokens and that attention is causal.
-    """
-    if local_window_size <= 0 or not ordered:
-        return kv_len_bound
-    return min(kv_len_bound, local_window_size + ROWS // num_heads + 1)
+    return min(token_count * ceil_div(num_heads, ROWS), row_tile_count(token_count, batch_size, num_heads, ROWS))
 
 
 def split_size(span: int, tiles: int, multiprocessors: int) -> int:
@@ -125,17 +109,10 @@ def split_size(span: int, tiles: int, multiprocessors: int) -> int:
         Most row tiles.
     multiprocessors : int
     """
-    share = round_up(int(TYPICAL_KEYS * max(1.0, tiles / multiprocessors)), TILE_KEYS)
-    fewest = ceil_div(span, share)
-    if fewest > 1 and tiles * fewest >= multiprocessors:
+    share = round_up(latent_sm90.typical_share(tiles, multiprocessors), TILE_KEYS)
+    if share < span and tiles * ceil_div(span, share) >= multiprocessors:
         return share  # the span is a bound, and what sequences have is left to the order of the work
-
-    def cost(splits: int) -> float:
-        rounds = ceil_div(tiles * splits, multiprocessors)
-        return rounds * (span / splits + SPLIT_KEYS * (splits > 1))
-
-    splits = min(range(fewest, 2 * fewest + multiprocessors), key=cost)
-    return max(256, round_up(ceil_div(span, splits), TILE_KEYS))
+    return latent_sm90.split_size(span, tiles, multiprocessors, share)
 
 
 def grid(tiles: int, split_count: int, multiprocessors: int, ctas: int) -> tuple[int, int, int]:
@@ -146,19 +123,11 @@ def grid(tiles: int, split_count: int, multiprocessors: int, ctas: int) -> tuple
 def why_not_problem(problem: Problem) -> str | None:
     """Reason why the kernel does not serve a problem, or None."""
     p = problem
-    if not p.is_latent or p.kv_num_heads != 1:
-        return "needs a LATENT cache"
-    if p.is_contiguous:
-        return "reads blocks of a power of two of positions, not one run of any length"
-    if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
-        return "takes float16 and bfloat16"
     if p.cache_dtype != p.io_dtype:
         return f"the cache holds {p.cache_dtype.name}, not the type of the query"
-    if (p.head_size, p.v_head_size) != (HEAD_SIZE, VALUE_SIZE):
-        return f"head sizes ({p.head_size}, {p.v_head_size}) are not ({HEAD_SIZE}, {VALUE_SIZE})"
     if p.token_count * p.num_heads >= 2**31:
         return "counts query rows in 32 bits"
-    return None
+    return latent_sm90.why_not_problem(p)
 
 
 def why_not_tensors(query: tuple[int, int], cache: TensorInfo, output: int) -> str | None:
@@ -194,13 +163,11 @@ class LatentSm90Kernel:
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
         self.executor = executor
-        has_rules = p.softcap > 0 or p.bias_shape is not None or not p.scale > 0
-        self.spec = LatentDecodeSm90Spec(p.io_dtype, has_rules, cluster_ctas(p.num_heads))
+        self.spec = LatentDecodeSm90Spec(p.io_dtype, not p.has_plain_scores, cluster_ctas(p.num_heads))
         self.function = executor.load(KERNEL, self.spec)
-        ordered = not p.has_query_positions and p.is_causal
         self.tiles = row_tiles(p.token_count, p.batch_size, p.num_heads)
-        self.span = key_span(p.kv_len_bound, p.local_window_size, p.num_heads, ordered)
-        self.starts_at_0 = p.local_window_size <= 0
+        self.span = key_span(p, tokens_of_tile(ROWS, p.num_heads))
+        self.starts_at_0 = not p.has_window
         self.split_size = split_size(self.span, self.tiles, executor.multiprocessors)
         self.reads_once = self.tiles <= SIDE_BY_SIDE * p.batch_size
         self.query_box = math.gcd(p.num_heads, ROWS)
@@ -211,24 +178,20 @@ class LatentSm90Kernel:
         query: tuple[int, int],
         query_is_new: bool,
         cache: TensorInfo,
-        sequences: bytes,
-        blocks: bytes,
-        key_cache: bytes,
-        rules: bytes,
-        out: bytes,
+        shared: PackedStructs,
         partials: bytes,
         split_count: int,
         next_work: int,
     ) -> Launch:
-        """Launch that attends; packed structs are those of `pagedattn.kernels.layouts`, ``next_work`` points to a 0.
+        """Launch that attends; ``next_work`` points to a 0.
 
         ``query_is_new`` says that the launch ahead writes the query rows; else they are read while it still runs.
         """
         packed = PARAMS.pack(
-            half_map=self._map(cache, VALUE_SIZE // 2 // CHANNELS),
-            rope_map=self._map(cache, 1),
+            half_map=latent_sm90.cache_map(self.problem, cache, VALUE_SIZE // 2 // CHANNELS),
+            rope_map=latent_sm90.cache_map(self.problem, cache, 1),
             query_map=self._query_map(query),
-            key_cache=key_cache,
+            key_cache=shared.key_cache,
             query=query[0],
             query_stride=query[1],
             query_box=self.query_box,
@@ -236,10 +199,10 @@ class LatentSm90Kernel:
             query_is_new=query_is_new,
             reads_once=self.reads_once,
             next_work=next_work,
-            sequences=sequences,
-            blocks=blocks,
-            rules=rules,
-            out=out,
+            sequences=shared.sequences,
+            blocks=shared.blocks,
+            rules=shared.rules,
+            out=shared.out,
             partials=partials,
         )
         shape = grid(self.tiles, split_count, self.executor.multiprocessors, self.spec.ctas)
@@ -255,18 +218,6 @@ class LatentSm90Kernel:
             (CHANNELS, p.num_heads, HEAD_SIZE // CHANNELS, p.token_count),
             (2 * HEAD_SIZE, 2 * CHANNELS, 2 * stride),
             (CHANNELS, self.query_box, self.query_groups, 1),
-        )
-
-    def _map(self, cache: TensorInfo, groups: int) -> bytes:
-        """[blocks, block_size / 8, channel groups, 8, channels]; a box is what a tile has of a block in some groups."""
-        p = self.problem
-        block, token, _, _ = cache.strides
-        return maps.encode(
-            p.io_dtype,
-            cache.pointer,
-            (CHANNELS, 8, HEAD_SIZE // CHANNELS, p.block_size // 8, p.num_blocks),
-            (2 * token, 2 * CHANNELS, 16 * token, 2 * block),
-            (CHANNELS, 8, groups, min(p.block_size, TILE_KEYS) // 8, 1),
         )
 
 

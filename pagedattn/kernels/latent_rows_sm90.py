@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
-from pagedattn.jit import tensor_map as maps
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.params import i32, i64, params, ptr, tensor_map
 from pagedattn.jit.spec import Spec
-from pagedattn.kernels import wide_attention
+from pagedattn.kernels import latent_sm90
+from pagedattn.kernels.latent_sm90 import ALIGNMENT_BYTES, CHANNELS, HEAD_SIZE, TILE_KEYS, WARPGROUP
 from pagedattn.kernels.layouts import (
     BLOCK_TABLE,
     KV_CACHE,
@@ -20,20 +20,16 @@ from pagedattn.kernels.layouts import (
     PARTIALS,
     SCORE_RULES,
     SEQUENCE_TABLE,
+    PackedStructs,
     ceil_div,
-    round_up,
 )
+from pagedattn.kernels.row_tiles import key_span, row_bound, row_tile_count, tokens_of_tile
 from pagedattn.problem import Problem, TensorInfo
 
-WARPGROUP = 128
-HEAD_SIZE, VALUE_SIZE = 576, 512
 MERGED_SPLITS = 8  # `kMergedSplits`: up to so many are merged by the CTA that finishes last
 FEW_ROWS = 32  # query rows, tokens times heads, of a tile of one warpgroup
-TILE_KEYS = 64
-CHANNELS = 64  # of a channel group: a row of the swizzle
 SLOT_GROUPS = 3  # channel groups of a third of a tile
 BARRIER_BYTES = 512  # barriers, and the description of the work
-ALIGNMENT_BYTES = 1024  # the swizzle repeats after so many
 SHARED_LIMIT = 227 << 10
 
 
@@ -65,11 +61,6 @@ PARAMS = params(
     partials=PARTIALS,
 )
 
-# A split costs what so many keys cost: its query, its part of the result, and the merge.
-SPLIT_KEYS = 160
-# Lengths differ, so no split is longer than a multiprocessor's share when all sequences have this many keys.
-TYPICAL_KEYS = 4096
-
 
 def threads(spec: LatentRowsSm90Spec) -> int:
     """Threads of a CTA: a warp of one warpgroup loads, the others compute."""
@@ -90,12 +81,6 @@ def fixed_bytes(rows: int, workers: int) -> int:
 def shared_bytes(spec: LatentRowsSm90Spec) -> int:
     """The ring and what is beside it."""
     return fixed_bytes(spec.rows, spec.workers) + spec.slots * slot_bytes(spec.cache)
-
-
-def row_bound(problem: Problem) -> int:
-    """Most query rows, new tokens times heads, that a sequence has."""
-    p = problem
-    return p.num_heads * max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
 
 
 def spans_tokens(problem: Problem, tile_rows: int) -> bool:
@@ -122,52 +107,12 @@ KERNEL = Kernel(
 )
 
 
-def key_span(kv_len_bound: int, local_window_size: int, tokens: int, ordered: bool) -> int:
-    """Most keys that the ``tokens`` of one row tile attend together.
-
-    ``ordered`` says that positions follow the order of tokens and that attention is causal.
-    """
-    if local_window_size <= 0 or not ordered:
-        return kv_len_bound
-    return min(kv_len_bound, local_window_size + tokens - 1)
-
-
-def split_size(span: int, tiles: int, multiprocessors: int) -> int:
-    """Keys of a split, a whole number of tiles: the size that keeps the device busiest.
-
-    Parameters
-    ----------
-    span : int
-        Most keys of a row tile.
-    tiles : int
-        Row tiles, as many as there are when all sequences are alike.
-    multiprocessors : int
-    """
-    share = int(TYPICAL_KEYS * max(1.0, tiles / multiprocessors))
-    fewest = ceil_div(span, share)
-
-    def cost(splits: int) -> float:
-        rounds = ceil_div(tiles * splits, multiprocessors)
-        return rounds * (span / splits + SPLIT_KEYS * (splits > 1))
-
-    splits = min(range(fewest, 2 * fewest + multiprocessors), key=cost)
-    return max(256, round_up(ceil_div(span, splits), TILE_KEYS))
-
-
 def why_not_problem(problem: Problem) -> str | None:
     """Reason why the kernel does not serve a problem, or None."""
     p = problem
-    if not p.is_latent or p.kv_num_heads != 1:
-        return "needs a LATENT cache"
-    if p.is_contiguous:
-        return "reads blocks of a power of two of positions, not one run of any length"
-    if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
-        return "takes float16 and bfloat16"
     if p.cache_dtype not in (p.io_dtype, dtypes.INT8, dtypes.FLOAT8E4M3FN):
         return f"the cache holds {p.cache_dtype.name}, not the type of the query or codes of 8 bits"
-    if (p.head_size, p.v_head_size) != (HEAD_SIZE, VALUE_SIZE):
-        return f"head sizes ({p.head_size}, {p.v_head_size}) are not ({HEAD_SIZE}, {VALUE_SIZE})"
-    return None
+    return latent_sm90.why_not_problem(p)
 
 
 class LatentRowsKernel:
@@ -183,62 +128,47 @@ class LatentRowsKernel:
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
-        has_rules = p.softcap > 0 or p.bias_shape is not None or not p.scale > 0
-        self.spec = choose(p.io_dtype, p.cache_dtype, row_bound(p), has_rules)
+        self.spec = choose(p.io_dtype, p.cache_dtype, row_bound(p), not p.has_plain_scores)
         self.function = executor.load(KERNEL, self.spec)
         rows = self.spec.rows
         if not spans_tokens(p, rows):
-            self.tiles_of_token, self.tile_rows, tile_tokens = ceil_div(p.num_heads, rows), 0, 1
+            self.tiles_of_token, self.tile_rows, tokens = ceil_div(p.num_heads, rows), 0, 1
             self.tiles = typical_tiles = max(1, p.token_count * self.tiles_of_token)
         else:
-            self.tiles_of_token, self.tile_rows, tile_tokens = 0, rows, ceil_div(rows - 1, p.num_heads) + 1
-            self.tiles = wide_attention.row_tile_count(p.token_count, p.batch_size, p.num_heads, rows)
+            self.tiles_of_token, self.tile_rows, tokens = 0, rows, tokens_of_tile(rows, p.num_heads)
+            self.tiles = row_tile_count(p.token_count, p.batch_size, p.num_heads, rows)
             sequences = max(1, p.batch_size)
             typical_tiles = sequences * max(1, ceil_div(ceil_div(p.token_count, sequences) * p.num_heads, rows))
-        ordered = not p.has_query_positions and p.is_causal
-        self.span = key_span(p.kv_len_bound, p.local_window_size, tile_tokens, ordered)
-        self.starts_at_0 = p.local_window_size <= 0
-        self.split_size = split_size(self.span, typical_tiles, executor.multiprocessors)
+        self.span = key_span(p, tokens)
+        self.starts_at_0 = not p.has_window
+        longest = latent_sm90.typical_share(typical_tiles, executor.multiprocessors)
+        self.split_size = latent_sm90.split_size(self.span, typical_tiles, executor.multiprocessors, longest)
 
     def launch(
         self,
         query: tuple[int, int],
         cache: TensorInfo,
-        sequences: bytes,
-        blocks: bytes,
-        key_cache: bytes,
-        rules: bytes,
-        out: bytes,
+        shared: PackedStructs,
         partials: bytes,
         split_count: int,
         finished: int | None = None,
     ) -> Launch:
-        """Launch that attends; packed structs are those of `pagedattn.kernels.layouts`.
+        """Launch that attends.
 
         ``finished`` points to `tiles` zeros if the kernel shall merge splits; there are at most `MERGED_SPLITS` then.
         """
-        p = self.problem
-        item = p.cache_dtype.bits // 8
-        block, token = item * cache.strides[0], item * cache.strides[1]
         packed = PARAMS.pack(
-            # [blocks, block_size / 8, channel groups, 8, channels]; a box is what a third of a tile has of a block.
-            cache_map=maps.encode(
-                p.cache_dtype,
-                cache.pointer,
-                (CHANNELS, 8, HEAD_SIZE // CHANNELS, p.block_size // 8, p.num_blocks),
-                (token, CHANNELS * item, 8 * token, block),
-                (CHANNELS, 8, SLOT_GROUPS, min(p.block_size, TILE_KEYS) // 8, 1),
-            ),
-            key_cache=key_cache,
+            cache_map=latent_sm90.cache_map(self.problem, cache, SLOT_GROUPS),
+            key_cache=shared.key_cache,
             query=query[0],
             query_stride=query[1],
             tile_count=self.tiles,
             tiles_of_token=self.tiles_of_token,
             finished=finished,
-            sequences=sequences,
-            blocks=blocks,
-            rules=rules,
-            out=out,
+            sequences=shared.sequences,
+            blocks=shared.blocks,
+            rules=shared.rules,
+            out=shared.out,
             partials=partials,
         )
         grid = (self.tiles * split_count, 1, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from pagedattn.dtypes import DType
 from pagedattn.jit.params import f32, i32, i64, params, ptr
 
@@ -64,6 +66,18 @@ OUTPUT = params(
     head_sink=ptr,  # [num_heads], or None
     num_heads=i32,
 )
+
+
+class PackedStructs(Protocol):
+    """What every attention kernel takes, packed."""
+
+    sequences: bytes
+    blocks: bytes
+    key_cache: bytes
+    value_cache: bytes
+    rules: bytes
+    out: bytes
+
 
 NO_CACHE = KV_CACHE.pack(
     data=None, block_stride=0, token_stride=0, head_stride=0, scale=None, scale_head_stride=0, scale_channel_stride=0

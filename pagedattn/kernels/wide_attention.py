@@ -35,8 +35,3 @@ def accumulator_tiles(cache: DType, v_head_size: int, column_warps: int) -> int:
     channels = channel_step(cache)
     groups = -(-v_head_size // channels)
     return -(-groups // column_warps) * channels // 8
-
-
-def row_tile_count(token_count: int, batch_size: int, group_size: int, tile_rows: int) -> int:
-    """Numbers that row tiles of a batch may have (``row_tiles.cuh``), the padding tokens' included."""
-    return token_count * group_size // tile_rows + batch_size + 1
