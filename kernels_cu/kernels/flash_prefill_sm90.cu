@@ -87,6 +87,7 @@ struct Work {
   KeyRange keys;    // that some token admits
 };
 
+// Sizes and layouts that follow from a Spec.
 template <FlashPrefillSm90Spec S> struct Flash {
   using Io = element_t<S.io>;
   static constexpr bool kCodes = is_quantized(S.cache);

@@ -85,7 +85,7 @@ constexpr int kUnmappedTiles = 8;              // tiles that are being loaded or
 constexpr int kOutputStride = kValueSize + 4;  // floats, so that four rows start in different banks
 
 // Named barriers: of all workers, of each team, of each worker.
-enum Barrier { kNone, kConsumers, kTeams, kOwn = kTeams + kMostWorkers };
+enum Barrier { kNone, kAllWorkers, kTeams, kOwn = kTeams + kMostWorkers };
 
 // One piece of work.
 struct Work {
@@ -103,6 +103,7 @@ struct Work {
   __device__ __forceinline__ bool differs() const { return keys.begin < every.begin || keys.end > every.end; }
 };
 
+// Sizes that follow from a Spec.
 template <LatentRowsSm90Spec S> struct Shape {
   using Io = element_t<S.io>;
   static constexpr bool kCodes = is_quantized(S.cache);
@@ -110,8 +111,8 @@ template <LatentRowsSm90Spec S> struct Shape {
   using Math = element_t<kCodes ? DType::f16 : S.io>;    // of operands
   static constexpr int kRows = S.rows;
   static constexpr int kWorkers = S.workers;
-  static constexpr int kConsumerThreads = kWorkers * kWarpgroup;
-  static constexpr int kThreads = kConsumerThreads + kWarpgroup;
+  static constexpr int kWorkerThreads = kWorkers * kWarpgroup;
+  static constexpr int kThreads = kWorkerThreads + kWarpgroup;
   static constexpr int kBatch = 2;  // steps whose codes are widened together
   static constexpr int kComputeRegisters = kWorkers == 3 ? 152 : 232;
   static constexpr int kRowBytes = row_bytes_of(S.cache, kGroupChannels);
@@ -273,7 +274,7 @@ __device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, cons
   using Io = typename F::Io;
   constexpr int kVectors = kHeadSize / 8;
   constexpr int kLaneVectors = ceil_div(kVectors, kWarpSize);
-  constexpr int kWarps = F::kConsumerThreads / kWarpSize;
+  constexpr int kWarps = F::kWorkerThreads / kWarpSize;
   constexpr int kWarpRows = ceil_div(F::kRows, kWarps);
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
@@ -372,7 +373,7 @@ __device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, cons
 // written their rows. Not inlined, because its registers would be missing in the main loop.
 template <LatentRowsSm90Spec S>
 __device__ __noinline__ void repair(const LatentRowsSm90Params& p, const Work& work, const uint32_t* s_spoilt) {
-  for (int row = static_cast<int>(threadIdx.x) / kWarpSize; row < work.tile.rows; row += Shape<S>::kConsumerThreads / kWarpSize) {
+  for (int row = static_cast<int>(threadIdx.x) / kWarpSize; row < work.tile.rows; row += Shape<S>::kWorkerThreads / kWarpSize) {
     if ((s_spoilt[row / 32] >> row % 32 & 1u) == 0) continue;
     attend_row_again<S.io, S.cache, kHeadSize, kValueSize>(p, work, row);
   }
@@ -731,7 +732,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     Slot first;  // of the first tile of a round
     int buffer = 0;
     for (int i = 0; i + team < tile_count; i += F::kWorkers) {
-      Slot last = first, own = first;
+      Slot last = first, own = first;  // of its last tile, and of this worker's
 #pragma unroll
       for (int w = 1; w < F::kWorkers; ++w) {
         last = third_of(last, kSlotsOfTile);
@@ -775,7 +776,7 @@ template <LatentRowsSm90Spec S> struct Worker {
       for (int distance = 4; distance < kWarpSize; distance *= 2) own += __shfl_xor_sync(kFullWarp, own, distance);
       if (lane() < 4) shared.rows->of_warp[index][warp()][row_of(r)] = own;
     }
-    ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // the sums are there, and nobody reads ring and queries any more
+    ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // the sums are there, and nobody reads ring and queries any more
     if (threadIdx.x < F::kRows) finish_row(threadIdx.x);
     __syncwarp();  // barriers are for whole warps
     constexpr int kTeamCount = F::kWorkers / F::kTeam;
@@ -783,7 +784,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     for (int t = 0; t < kTeamCount; ++t) {  // one after the other, in an order that does not change
       if (team == t && t == 0) put<false>();
       if (team == t && t > 0) put<true>();
-      ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // what the team has put is there
+      ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // what the team has put is there
     }
   }
 
@@ -844,7 +845,7 @@ __device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const 
 #pragma unroll
   for (int j = 0; j < 8; ++j) scale[j] = scale_of<S.cache>(p.key_cache, 0, 8 * vector + j);
 #pragma unroll 2
-  for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kConsumerThreads / kVectors) {
+  for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kWorkerThreads / kVectors) {
     const float factor = shared.rows->result[row];
     const float* s_row = reinterpret_cast<const float*>(shared.ring) + row * kOutputStride + 8 * vector;
     float x[8];
@@ -868,7 +869,7 @@ __device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const 
   }
   if constexpr (F::kSpoils) {
     if (!work.differs()) return;
-    ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // all have written their rows, and who is spoilt
+    ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // all have written their rows, and who is spoilt
     repair<S>(p, work, shared.rows->spoilt);
   }
 }
@@ -882,16 +883,16 @@ __device__ __forceinline__ void merge_splits(const LatentRowsSm90Params& p, cons
   constexpr int kVectors = kValueSize / 8;
   const Work& work = *shared.work;
   __threadfence();  // this thread's parts are visible to the device
-  ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // so are those of all threads
+  ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // so are those of all threads
   if (threadIdx.x == 0) {
     shared.rows->is_last = atomicAdd(p.finished + static_cast<int>(blockIdx.x) % p.tile_count, 1) == work.split_count - 1;
   }
-  ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // is_last is there
+  ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // is_last is there
   if (!shared.rows->is_last) return;
   __threadfence();  // the other CTAs' parts are visible
   const int vector = threadIdx.x % kVectors;
 #pragma unroll 2
-  for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kConsumerThreads / kVectors) {
+  for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kWorkerThreads / kVectors) {
     const int token = work.tile.token(row);
     const int head = work.tile.head_in_group(row);
     float lse[kMergedSplits];
@@ -951,9 +952,9 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
     return;
   }
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);  // the same in all lanes, visibly
-  if (warp >= F::kConsumerThreads / kWarpSize) {
+  if (warp >= F::kWorkerThreads / kWarpSize) {
     ptx::decrease_registers<kLoadRegisters>();
-    if (warp == F::kConsumerThreads / kWarpSize) load_tiles<S>(p, shared, work);
+    if (warp == F::kWorkerThreads / kWarpSize) load_tiles<S>(p, shared, work);
   } else {
     ptx::increase_registers<F::kComputeRegisters>();
     if (warp == 0) {
@@ -966,7 +967,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
     ptx::wait_for_previous_kernel();  // which may write the query
     load_queries<S>(p, shared, work.tile);
     ptx::fence_async_proxy();
-    ptx::named_barrier_sync(kConsumers, F::kConsumerThreads);  // the queries are visible to the tensor cores, all else to the threads
+    ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // the queries are visible to the tensor cores, all else to the threads
     Worker<S> worker(p, shared, work, warp / kWorkerWarps);
     worker.attend(work.tile_count);
     worker.merge();
