@@ -171,14 +171,15 @@ template <FlashPrefillSm90Spec S> struct Shared {
     values.empty = take_barriers(S.stages);
     loaded_keys.full = take_barriers(F::kCodeStages);
     loaded_keys.empty = take_barriers(F::kCodeStages);
-    loaded_values.full = take_barriers(F::kCodeStages);
+    loaded_values.full = take_barriers(S.stages);
     loaded_values.empty = take_barriers(F::kCodeStages);
     unmapped = take_words(S.stages);
     loaded_unmapped = take_words(F::kCodeStages);
     work = reinterpret_cast<Work*>(s_next);
     if constexpr (!F::kCodes) {
       loaded_keys = keys;
-      loaded_values = values;
+      loaded_values.data = values.data;
+      loaded_values.empty = values.empty;
       loaded_unmapped = unmapped;
     }
   }
@@ -421,6 +422,44 @@ __device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, cons
   }
 }
 
+// The warp that clears rows of value tiles that no token admits but that came with a block. Other blocks came as zeros. With codes
+// those that widen do it.
+template <FlashPrefillSm90Spec S> __device__ __forceinline__ void clear_values(const FlashPrefillSm90Params& p, const Shared<S>& shared) {
+  using F = Flash<S>;
+  const int lane = threadIdx.x % kWarpSize;
+  const int block_keys = min_of(p.blocks.block_size, S.tile_kv);
+  Ring<2> works;
+  Ring<S.stages> ring;
+#pragma unroll 1
+  for (;; works.advance()) {
+    ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
+    const Work work = shared.work[works.stage];
+    ptx::mbarrier_arrive(shared.work_empty + works.stage);
+    if (work.tokens == 0) break;
+#pragma unroll 1
+    for (int i = work.tile_count - 1; i >= 0; --i) {
+      ptx::mbarrier_wait(shared.loaded_values.full + ring.stage, ring.parity);
+      const int first_key = work.first_key + i * S.tile_kv;
+      const int begin = max_of(work.keys.begin - first_key, 0);
+      const int end = min_of(work.keys.end - first_key, S.tile_kv);
+      const int before = begin & (block_keys - 1);
+      const int after = -end & (block_keys - 1);
+      unsigned char* s_tile = shared.values.data + ring.stage * F::kTileBytes;
+#pragma unroll 1
+      for (int row = 0; row < before + after; ++row) {
+        const int key = row < before ? begin - before + row : end + row - before;
+        if (lane < F::kUnits) {
+          *reinterpret_cast<Vector16*>(s_tile + F::row_offset(key) + F::unit_offset(key, lane, F::kAtomBytes)) = Vector16{};
+        }
+      }
+      if (before + after > 0) ptx::fence_async_proxy();
+      __syncwarp();  // the whole warp's stores come before the arrival
+      if (lane == 0) ptx::mbarrier_arrive(shared.values.full + ring.stage);
+      ring.advance();
+    }
+  }
+}
+
 // Eight codes, a float8 or int8 each or a nibble.
 template <DType Cache> struct alignas(bits_of(Cache)) Codes8 { uint32_t word[bits_of(Cache) / 4]; };
 
@@ -600,6 +639,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   Work work{};
   Ring<2> works{};
   KeyRange admitted[2];
+  KeyRange everyones;  // keys that all rows of the warp admit
   uint32_t place[2];  // of the lane's rows
   float scale[2];  // of q . k; to base 2 unless rules come between
   uint32_t held_query[F::kHoldsQuery ? S.head_size / 16 : 1][4];
@@ -644,6 +684,8 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       if (!exists(half)) admitted[half] = {0, 0};
       scale[half] = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
     }
+    everyones.begin = __reduce_max_sync(kFullWarp, max_of(admitted[0].begin, admitted[1].begin));
+    everyones.end = __reduce_min_sync(kFullWarp, min_of(exists(0) ? admitted[0].end : 0x7fffffff, exists(1) ? admitted[1].end : 0x7fffffff));
   }
 
   __device__ __forceinline__ void sync_warpgroup() const { ptx::named_barrier_sync(kOwn + warpgroup, kWarpgroup); }
@@ -742,56 +784,51 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Waits for the value tile, and clears rows that no token admits but that came with a block. Other blocks came as zeros. Tiles
-  // that were widened are clear.
-  __device__ __forceinline__ void wait_values(int first_key) {
-    ptx::mbarrier_wait(shared.values.full + value_ring.stage, value_ring.parity);
-    if constexpr (F::kCodes) return;
-    const int block_keys = min_of(p.blocks.block_size, S.tile_kv);
-    const int begin = max_of(work.keys.begin - first_key, 0);
-    const int end = min_of(work.keys.end - first_key, S.tile_kv);
-    const int before = begin & (block_keys - 1);
-    const int after = -end & (block_keys - 1);
-    if (before + after > 0) {
-      unsigned char* s_tile = shared.values.data + value_ring.stage * F::kTileBytes;
-      for (int i = threadIdx.x % kWarpgroup; i < (before + after) * F::kUnits; i += kWarpgroup) {
-        const int row = i / F::kUnits;
-        const int key = row < before ? begin - before + row : end + row - before;
-        *reinterpret_cast<Vector16*>(s_tile + F::row_offset(key) + F::unit_offset(key, i % F::kUnits, F::kAtomBytes)) = Vector16{};
-      }
-      ptx::fence_async_proxy();
-      sync_warpgroup();  // the zeros are there for all of its products
-    }
-  }
+  __device__ __forceinline__ void wait_values() const { ptx::mbarrier_wait(shared.values.full + value_ring.stage, value_ring.parity); }
 
   static __device__ __forceinline__ uint32_t low_bits(int count) { return count < 32 ? (1u << max_of(count, 0)) - 1u : ~0u; }
   // Of a lane's keys 0, 1, 8, 9, 16, 17, ..., how many are below `key`, if that is not negative.
   static __device__ __forceinline__ int own_keys_below(int key) { return (key >> 3) * 2 + min_of(key & 7, 2); }
 
-  // `unmapped` is lane 0's, and 0 in the others.
-  template <int kCount> __device__ __forceinline__ void mask(float (&scores)[kCount], int first_key, uint32_t unmapped) const {
-    bool whole = unmapped == 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      whole = whole && (!exists(half) || (admitted[half].begin <= first_key && admitted[half].end - first_key >= 2 * kCount));
-    }
-    if (__all_sync(kFullWarp, whole)) return;
-    // Bit m of these words is the lane's key 8 (m / 2) + 2 (lane % 4) + m % 2 of the tile: four bits a block of 16.
+  // What a lane's rows may see of a tile: bit m is key 8 (m / 2) + 2 (lane % 4) + m % 2, so a block of 16 is four bits.
+  struct Sight {
+    uint32_t row[2] = {~0u, ~0u};
+    uint32_t all = ~0u;  // what all rows of the warp see: the same in all lanes
+  };
+
+  // Of the first kKeys keys of tile i. `unmapped` is lane 0's. Comes before the products are waited for.
+  template <int kKeys> __device__ __forceinline__ Sight sight_of(int i, uint32_t unmapped) const {
+    Sight sight;
+    const int first_key = work.first_key + i * S.tile_kv;
+    unmapped = __shfl_sync(kFullWarp, unmapped, 0);
+    if (unmapped == 0 && everyones.begin <= first_key && everyones.end - first_key >= kKeys) return sight;
     uint32_t mapped = ~0u;
     const int block_bits = min_of(p.blocks.block_size, S.tile_kv) / 4;
 #pragma unroll 1
-    for (unmapped = __shfl_sync(kFullWarp, unmapped, 0); unmapped != 0; unmapped &= unmapped - 1) {
+    for (; unmapped != 0; unmapped &= unmapped - 1) {
       mapped &= ~(low_bits(block_bits) << (__ffs(static_cast<int>(unmapped)) - 1) * block_bits);
     }
     const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t seen = mapped & low_bits(own_keys_below(admitted[half].end - first)) &
-                            ~low_bits(own_keys_below(admitted[half].begin - first));
+      if (exists(half)) {
+        sight.row[half] = mapped & low_bits(own_keys_below(admitted[half].end - first)) &
+                          ~low_bits(own_keys_below(admitted[half].begin - first));
+      }
+    }
+    sight.all = __reduce_and_sync(kFullWarp, sight.row[0] & sight.row[1]);
+    return sight;
+  }
+
+  // Looks at 32 keys only if there is one that not everybody sees.
+  template <int kCount> __device__ __forceinline__ void mask(float (&scores)[kCount], const Sight& sight) const {
+    if (sight.all == ~0u) return;
 #pragma unroll
-      for (int i = 2 * half; i < kCount; i += 4) {
-        if ((seen >> (i / 4 * 2) & 1u) == 0) scores[i] = negative_infinity();
-        if ((seen >> (i / 4 * 2 + 1) & 1u) == 0) scores[i + 1] = negative_infinity();
+    for (int part = 0; part < kCount; part += 16) {
+      if ((sight.all >> part / 2 & 0xffu) == 0xffu) continue;
+#pragma unroll
+      for (int i = part; i < part + 16; ++i) {
+        if ((sight.row[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1u) == 0) scores[i] = negative_infinity();
       }
     }
   }
@@ -820,13 +857,12 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     return threadIdx.x % kWarpSize == 0 ? shared.unmapped[key_ring.stage] : 0;
   }
 
-  // After the products of a tile are complete: frees its stage, masks.
-  template <int kCount> __device__ __forceinline__ void finish_scores(float (&scores)[kCount], int i, uint32_t unmapped) {
-    const int first_key = work.first_key + i * S.tile_kv;
+  // After the products of tile i are complete: frees its stage, masks.
+  template <int kCount> __device__ __forceinline__ void finish_scores(float (&scores)[kCount], int i, const Sight& sight) {
     release(shared.keys.empty + key_ring.stage);
     key_ring.advance();
-    if constexpr (S.has_rules) apply_rules(scores, first_key);
-    mask(scores, first_key, unmapped);
+    if constexpr (S.has_rules) apply_rules(scores, work.first_key + i * S.tile_kv);
+    mask(scores, sight);
   }
 
   // Takes what finish_scores leaves of a row to base 2. A row that does not exist is multiplied with what happens to lie behind the
@@ -841,11 +877,12 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     const uint32_t unmapped = wait_keys();
     ptx::wgmma_fence();
     multiply_keys(scores);
+    const int i = work.tile_count - 1;
+    const Sight sight = sight_of<kKeys>(i, unmapped);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    const int i = work.tile_count - 1;
     if (!F::kHoldsQuery && i == 0) release(shared.query_empty);
-    finish_scores(scores, i, unmapped);
+    finish_scores(scores, i, sight);
     weigh(scores, rows, factor, rescale);
 #pragma unroll
     for (int j = 0; j < kKeys / 4; ++j) weights[j / 4][j % 4] = ptx::pack_2<Math>(scores[2 * j], scores[2 * j + 1]);
@@ -860,7 +897,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     float scores[kScores];
     float rescale[2];
     const uint32_t unmapped = wait_keys();
-    wait_values(work.first_key + i * S.tile_kv);
+    wait_values();
     wait_turn();
     ptx::hold(acc);
     ptx::wgmma_fence();
@@ -868,10 +905,11 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     multiply_values<kKeys>(acc, weights, i != work.tile_count - 1);
     pass_turn();
 
+    const Sight sight = sight_of<S.tile_kv>(i - 1, unmapped);
     ptx::wgmma_wait<1>();
     ptx::hold(scores);
     if (!F::kHoldsQuery && i == 1) release(shared.query_empty);
-    finish_scores(scores, i - 1, unmapped);
+    finish_scores(scores, i - 1, sight);
     const bool moved = weigh(scores, rows, factor, rescale);
 
     ptx::wgmma_wait<0>();
@@ -935,7 +973,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     }
     for (; i > 0; --i) advance<S.tile_kv>(acc, weights, rows, factor, i);
 
-    wait_values(work.first_key);
+    wait_values();
     ptx::hold(acc);
     ptx::wgmma_fence();
     multiply_values(acc, weights, work.tile_count > 1);
@@ -954,7 +992,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       ptx::mbarrier_wait(shared.keys.full + key_ring.stage, key_ring.parity);
       release(shared.keys.empty + key_ring.stage);
       key_ring.advance();
-      ptx::mbarrier_wait(shared.values.full + value_ring.stage, value_ring.parity);
+      wait_values();
       release(shared.values.empty + value_ring.stage);
       value_ring.advance();
       if (i > 1) {
@@ -1056,7 +1094,7 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
     ptx::mbarrier_init(shared.query_empty, F::kConsumerThreads / kWarpSize);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(shared.work_full + i, 1);
-      ptx::mbarrier_init(shared.work_empty + i, F::kThreads - 2 * kWarpSize);  // all but the warp that writes it and the one that leaves
+      ptx::mbarrier_init(shared.work_empty + i, F::kThreads - (F::kCodes ? 2 : 1) * kWarpSize);  // but those that write it or leave
     }
     const auto init = [](const Tiles& tiles, int stages, int writers, int readers) {
       for (int i = 0; i < stages; ++i) {
@@ -1070,6 +1108,8 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
     if constexpr (F::kCodes) {
       init(shared.loaded_keys, F::kCodeStages, 1, kWideningWarps);
       init(shared.loaded_values, F::kCodeStages, 1, kWideningWarps);
+    } else {
+      for (int i = 0; i < S.stages; ++i) ptx::mbarrier_init(shared.loaded_values.full + i, 1);
     }
     ptx::mbarrier_init_fence();
   }
@@ -1084,6 +1124,8 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
       load_tiles<S, false>(p, shared);
     } else if (warp == 2) {
       load_tiles<S, true>(p, shared);
+    } else if (!F::kCodes) {
+      clear_values<S>(p, shared);
     }
   } else if (F::kCodes && threadIdx.x < 2 * kWarpgroup) {
     if constexpr (F::kCodes) {

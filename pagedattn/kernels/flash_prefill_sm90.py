@@ -71,7 +71,8 @@ def shared_bytes(spec: FlashPrefillSm90Spec) -> int:
     code_stages = spec.stages if spec.cache.is_quantized else 0
     codes = code_stages * 2 * spec.tile_kv * spec.head_size * spec.cache.bits // 8
     stages = spec.stages + code_stages
-    barriers = 8 * (6 + 4 * stages) + 4 * stages + 2 * WORK_BYTES
+    cleared = 0 if code_stages else spec.stages
+    barriers = 8 * (6 + 4 * stages + cleared) + 4 * stages + 2 * WORK_BYTES
     return rows * spec.head_size * 2 + codes + barriers + ALIGNMENT_BYTES
 
 
