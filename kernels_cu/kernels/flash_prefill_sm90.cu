@@ -445,12 +445,11 @@ template <FlashPrefillSm90Spec S> __device__ __forceinline__ void clear_values(c
       const int before = begin & (block_keys - 1);
       const int after = -end & (block_keys - 1);
       unsigned char* s_tile = shared.values.data + ring.stage * F::kTileBytes;
-#pragma unroll 1
-      for (int row = 0; row < before + after; ++row) {
+#pragma unroll 4
+      for (int unit = lane; unit < (before + after) * F::kUnits; unit += kWarpSize) {
+        const int row = unit / F::kUnits;
         const int key = row < before ? begin - before + row : end + row - before;
-        if (lane < F::kUnits) {
-          *reinterpret_cast<Vector16*>(s_tile + F::row_offset(key) + F::unit_offset(key, lane, F::kAtomBytes)) = Vector16{};
-        }
+        *reinterpret_cast<Vector16*>(s_tile + F::row_offset(key) + F::unit_offset(key, unit % F::kUnits, F::kAtomBytes)) = Vector16{};
       }
       if (before + after > 0) ptx::fence_async_proxy();
       __syncwarp();  // the whole warp's stores come before the arrival
@@ -796,10 +795,12 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     uint32_t all = ~0u;  // what all rows of the warp see: the same in all lanes
   };
 
-  // Of the first kKeys keys of tile i. `unmapped` is lane 0's. Comes before the products are waited for.
-  template <int kKeys> __device__ __forceinline__ Sight sight_of(int i, uint32_t unmapped) const {
+  // Of the first kKeys keys of tile i, whose products are on their way. Only lane 0, which will release the tile, reads which of its
+  // blocks have nothing to see.
+  template <int kKeys> __device__ __forceinline__ Sight sight_of(int i) const {
     Sight sight;
     const int first_key = work.first_key + i * S.tile_kv;
+    uint32_t unmapped = threadIdx.x % kWarpSize == 0 ? shared.unmapped[key_ring.stage] : 0;
     unmapped = __shfl_sync(kFullWarp, unmapped, 0);
     if (unmapped == 0 && everyones.begin <= first_key && everyones.end - first_key >= kKeys) return sight;
     uint32_t mapped = ~0u;
@@ -816,7 +817,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
                           ~low_bits(own_keys_below(admitted[half].begin - first));
       }
     }
-    sight.all = __reduce_and_sync(kFullWarp, sight.row[0] & sight.row[1]);
+    sight.all = kKeys > 32 ? __reduce_and_sync(kFullWarp, sight.row[0] & sight.row[1]) : 0;  // 32 are looked at as one
     return sight;
   }
 
@@ -851,11 +852,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     }
   }
 
-  // Waits for the key tile, and returns in lane 0, which will release it, the blocks that it has nothing of.
-  __device__ __forceinline__ uint32_t wait_keys() const {
-    ptx::mbarrier_wait(shared.keys.full + key_ring.stage, key_ring.parity);
-    return threadIdx.x % kWarpSize == 0 ? shared.unmapped[key_ring.stage] : 0;
-  }
+  __device__ __forceinline__ void wait_keys() const { ptx::mbarrier_wait(shared.keys.full + key_ring.stage, key_ring.parity); }
 
   // After the products of tile i are complete: frees its stage, masks.
   template <int kCount> __device__ __forceinline__ void finish_scores(float (&scores)[kCount], int i, const Sight& sight) {
@@ -874,11 +871,11 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   __device__ __forceinline__ void begin(uint32_t (&weights)[kScores / 8][4], RowPair& rows, const float (&factor)[2]) {
     float scores[kKeys / 2];
     float rescale[2];
-    const uint32_t unmapped = wait_keys();
+    wait_keys();
     ptx::wgmma_fence();
     multiply_keys(scores);
     const int i = work.tile_count - 1;
-    const Sight sight = sight_of<kKeys>(i, unmapped);
+    const Sight sight = sight_of<kKeys>(i);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     if (!F::kHoldsQuery && i == 0) release(shared.query_empty);
@@ -896,7 +893,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
                                           const float (&factor)[2], int i) {
     float scores[kScores];
     float rescale[2];
-    const uint32_t unmapped = wait_keys();
+    wait_keys();
     wait_values();
     wait_turn();
     ptx::hold(acc);
@@ -905,7 +902,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     multiply_values<kKeys>(acc, weights, i != work.tile_count - 1);
     pass_turn();
 
-    const Sight sight = sight_of<S.tile_kv>(i - 1, unmapped);
+    const Sight sight = sight_of<S.tile_kv>(i - 1);
     ptx::wgmma_wait<1>();
     ptx::hold(scores);
     if (!F::kHoldsQuery && i == 1) release(shared.query_empty);
