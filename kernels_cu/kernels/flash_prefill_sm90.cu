@@ -3,8 +3,8 @@
 //   grid    x: CTAs that stay; each takes every gridDim.x-th piece of work, alternately from the left and from the right, of
 //           sequences with one tile of tokens and of longer ones, mixed
 //   work    (kv head, tile of tokens with all query heads of the group), a sequence's last tokens, which see most keys, first
-//   CTA     a warp that loads queries, one keys, one values, one that leaves; with a quantized cache a warpgroup that widens its
-//           codes; S.warpgroups warpgroups compute on 64 rows each
+//   CTA     a warp that loads queries, one keys, one values, and one that clears what nobody may see of the values; with a quantized
+//           cache that one leaves, and a warpgroup widens its codes; S.warpgroups warpgroups compute on 64 rows each
 //   reads   query once; the key and value tiles that some token of the work admits, once per work, in place
 //   writes  output and lse, rows of padding tokens included
 //   smem    | queries: 64 rows per warpgroup | S.stages key tiles | S.stages value tiles | as many rings of codes | barriers, Work |
@@ -12,7 +12,7 @@
 // The warp that loads queries finds the work, one piece ahead, and tells all others of it in shared memory. Those that load
 // keys and values run ahead by as many tiles as there are stages, into the next work too.
 //
-//   computes    q.K0  softmax0  q.K1 with p.V0  softmax1  q.K2 with p.V1 ...  p.Vn  write
+//   computes    q.K0  softmax0  q.K1 with p.V0  softmax1  q.K2 with p.V1 ...  p.Vn with the next work's rows  write
 //
 // A warpgroup's softmax runs under its own p.V and under the products of the other warpgroups, which take turns issuing.
 //
@@ -106,7 +106,7 @@ template <FlashPrefillSm90Spec S> struct Flash {
   static constexpr int kCodeStages = kCodes ? S.stages : 0;
   static constexpr int kLoadedBytes = kCodes ? kCodeBytes : kTileBytes;
   static constexpr int kUnits = S.head_size / 8;  // 16-byte units of a row of operands
-  // Products read the query from registers where these suffice: a third warpgroup that computes, or one that widens, leaves fewer.
+  // Products read the query from registers where these suffice: a third warpgroup, computing or widening, leaves fewer.
   static constexpr bool kHoldsQuery = S.warpgroups == 2 && S.head_size <= (kCodes ? 128 : 192);
   static constexpr int kFirstConsumer = kCodes ? 2 : 1;  // warpgroup
   static constexpr int kConsumerThreads = S.warpgroups * kWarpgroup;
@@ -128,8 +128,9 @@ template <FlashPrefillSm90Spec S> struct Flash {
   }
 };
 
-// A ring of tiles in shared memory. A tile is full when the bytes of the copy engine have come (one arrival), or when each warp that
-// widens has written its part; it is empty when each warp that reads it, of those that widen or of all that compute, has done so.
+// A ring of tiles in shared memory. A tile is full when the bytes of the copy engine have come (one arrival), when each warp that
+// widens has written its part, or when the warp that clears has been there (one arrival); it is empty when each warp that reads it, of
+// those that widen or of all that compute, has done so.
 struct Tiles {
   unsigned char* data;
   uint64_t* full;
@@ -142,7 +143,7 @@ template <FlashPrefillSm90Spec S> struct Shared {
   Tiles keys;                 // [stages], as the products read them
   Tiles values;
   Tiles loaded_keys;          // [stages], as the copy engine brings them: the same, or codes
-  Tiles loaded_values;
+  Tiles loaded_values;        // without codes the same tiles, before what nobody may see is cleared
   uint32_t* unmapped;         // [stages] bit i: block i of the key tile has nothing to see
   uint32_t* loaded_unmapped;  // [stages]
   uint64_t* query_full;       // one arrival and the bytes
@@ -422,8 +423,8 @@ __device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, cons
   }
 }
 
-// The warp that clears rows of value tiles that no token admits but that came with a block. Other blocks came as zeros. With codes
-// those that widen do it.
+// The warp that clears rows of value tiles that no token admits but that came with a block. Other blocks came as zeros. It works
+// ahead of the products, which waited for it when those that compute did it themselves. With codes, those that widen do it.
 template <FlashPrefillSm90Spec S> __device__ __forceinline__ void clear_values(const FlashPrefillSm90Params& p, const Shared<S>& shared) {
   using F = Flash<S>;
   const int lane = threadIdx.x % kWarpSize;
@@ -639,13 +640,12 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   Ring<2> works{};
   KeyRange admitted[2];
   KeyRange everyones;  // keys that all rows of the warp admit
-  uint32_t place[2];  // of the lane's rows
-  float scale[2];  // of q . k; to base 2 unless rules come between
+  uint32_t place[2];   // of the lane's rows, the same in every work
+  float scale[2];      // of q . k; to base 2 unless rules come between
   uint32_t held_query[F::kHoldsQuery ? S.head_size / 16 : 1][4];
 
-  __device__ __forceinline__ Consumer(const FlashPrefillSm90Params& params, const Shared<S>& s)
-      : p(params), shared(s) {
-    warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0) - F::kFirstConsumer;  // visibly one for the warp
+  __device__ __forceinline__ Consumer(const FlashPrefillSm90Params& params, const Shared<S>& s) : p(params), shared(s) {
+    warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0) - F::kFirstConsumer;  // the same, visibly
 #pragma unroll
     for (int half = 0; half < 2; ++half) place[half] = place_of_row(p, warpgroup, row_of_lane(half));
     query = ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(s.query) + warpgroup * F::kQueryBytes, 16, F::kAtomBytes);
@@ -679,12 +679,13 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   __device__ __forceinline__ void set_rows() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      admitted[half] = keys_of_token(p.sequences, p.rules, work, exists(half) ? token_of(half) : 0);  // no branch around it
+      admitted[half] = keys_of_token(p.sequences, p.rules, work, exists(half) ? token_of(half) : 0);  // token 0 always exists
       if (!exists(half)) admitted[half] = {0, 0};
       scale[half] = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
     }
-    everyones.begin = __reduce_max_sync(kFullWarp, max_of(admitted[0].begin, admitted[1].begin));
-    everyones.end = __reduce_min_sync(kFullWarp, min_of(exists(0) ? admitted[0].end : 0x7fffffff, exists(1) ? admitted[1].end : 0x7fffffff));
+    const auto end_of = [&](int half) { return exists(half) ? admitted[half].end : 0x7fffffff; };
+    everyones = {__reduce_max_sync(kFullWarp, max_of(admitted[0].begin, admitted[1].begin)),
+                 __reduce_min_sync(kFullWarp, min_of(end_of(0), end_of(1)))};
   }
 
   __device__ __forceinline__ void sync_warpgroup() const { ptx::named_barrier_sync(kOwn + warpgroup, kWarpgroup); }
@@ -917,7 +918,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     if (moved) scale_rows(acc, rescale);
   }
 
-  // Weights of a first tile that has no more than kKeys keys to be seen, and the products of its values.
+  // Weights of a first tile with at most kKeys keys to be seen, and the products of its values if there is another tile.
   template <int kKeys>
   __device__ __forceinline__ void start(float (&acc)[kOutputs], uint32_t (&weights)[kScores / 8][4], RowPair& rows,
                                         const float (&factor)[2], int& i) {
@@ -925,14 +926,15 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     if (i > 0) advance<kKeys>(acc, weights, rows, factor, i--);
   }
 
-  // What is left to know of the lane's rows when their last weights are: the work may be the next one already.
+  // What writing needs of a work, when the next one has taken its place.
   struct Finished {
-    Io* g_row[2] = {};  // the lane's first 16 bytes of it, or null
+    Io* g_row[2] = {};  // where the lane's part of each row starts, or null
     float sum[2];       // of weights
-    float factor[2];    // for the accumulated values
+    float factor[2];    // for the sums of values
     int kv_head;
   };
 
+  // Writes lse.
   __device__ __forceinline__ Finished finish(const RowPair& rows) const {
     Finished finished;
     finished.kv_head = work.kv_head;
@@ -954,6 +956,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     return finished;
   }
 
+  // Also fetches the next work, while the last products run.
   __device__ __forceinline__ void attend(float (&acc)[kOutputs], Finished& finished) {
     RowPair rows;
     const float factor[2] = {factor_of(0), factor_of(1)};
@@ -974,7 +977,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     ptx::hold(acc);
     ptx::wgmma_fence();
     multiply_values(acc, weights, work.tile_count > 1);
-    finished = finish(rows);  // under the products
+    finished = finish(rows);
     fetch();
     ptx::wgmma_wait<0>();
     ptx::hold(acc);
@@ -1009,12 +1012,13 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     }
     bool spoilt = false;
     if constexpr (F::kSpoils) {
-      spoilt = __any_sync(kFullWarp, (finished.g_row[0] != nullptr && is_spoilt(acc, 0, finished.sum[0])) || (finished.g_row[1] != nullptr && is_spoilt(acc, 1, finished.sum[1])));
+      spoilt = __any_sync(kFullWarp, (finished.g_row[0] != nullptr && is_spoilt(acc, 0, finished.sum[0])) ||
+                                         (finished.g_row[1] != nullptr && is_spoilt(acc, 1, finished.sum[1])));
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor = finished.factor[half];
-      Vector16 vectors[kOutputs / 16];  // eight neighbouring channels of n-tiles t, 4 + t, ...
+      Vector16 vectors[kOutputs / 16];  // of n-tiles t, 4 + t, ..., once they are transposed
 #pragma unroll
       for (int i = 0; i < kOutputs / 4; ++i) {
         vectors[i / 4].word[i % 4] = ptx::pack_2<Io>(acc[4 * i + 2 * half] * factor, acc[4 * i + 2 * half + 1] * factor);
@@ -1026,7 +1030,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     return spoilt;
   }
 
-  // To every fourth 16 bytes of a row. Asks once how they are aligned, as a branch for each of them would come between them.
+  // Every fourth 16 bytes of a row. Asks once how they are aligned: a branch for each would keep their transpositions apart.
   template <int kCount> static __device__ __forceinline__ void store_vectors(Io* g_target, const Vector16 (&vectors)[kCount]) {
     if (is_aligned(g_target, sizeof(Vector16))) {
 #pragma unroll
@@ -1034,17 +1038,19 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     } else {
 #pragma unroll
       for (int i = 0; i < 8 * kCount; ++i) {
-        reinterpret_cast<uint16_t*>(g_target)[i / 8 * 32 + i % 8] = static_cast<uint16_t>(vectors[i / 8].word[i / 2 % 4] >> 16 * (i % 2));
+        const uint32_t word = vectors[i / 8].word[i / 2 % 4];
+        reinterpret_cast<uint16_t*>(g_target)[i / 8 * 32 + i % 8] = static_cast<uint16_t>(word >> 16 * (i % 2));
       }
     }
   }
 
+  // The next work; its tokens are 0 if there is none.
   __device__ __forceinline__ void fetch() {
     ptx::mbarrier_wait(shared.work_full + works.stage, works.parity);
     work = shared.work[works.stage];
     ptx::mbarrier_arrive(shared.work_empty + works.stage);
     works.advance();
-    if (__all_sync(kFullWarp, work.tokens == 0)) return;
+    if (__all_sync(kFullWarp, work.tokens == 0)) return;  // by the whole warp, visibly
     set_rows();
     if (work.tile_count > 0) wait_query();
   }
@@ -1091,7 +1097,7 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
     ptx::mbarrier_init(shared.query_empty, F::kConsumerThreads / kWarpSize);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(shared.work_full + i, 1);
-      ptx::mbarrier_init(shared.work_empty + i, F::kThreads - (F::kCodes ? 2 : 1) * kWarpSize);  // but those that write it or leave
+      ptx::mbarrier_init(shared.work_empty + i, F::kThreads - (F::kCodes ? 2 : 1) * kWarpSize);  // but the writer, and who leaves
     }
     const auto init = [](const Tiles& tiles, int stages, int writers, int readers) {
       for (int i = 0; i < stages; ++i) {
