@@ -61,7 +61,7 @@ STAGES = (4, 3, 2)  # tiles in flight, and as many of codes; the best that fits
 
 
 def threads(spec: FlashPrefillSm90Spec) -> int:
-    """Threads of a CTA: the warps of one warpgroup load and clear, with codes another one widens, the others compute."""
+    """Threads of a CTA: one warpgroup loads and clears, with codes another one widens, the others compute."""
     return WARPGROUP * (1 + spec.cache.is_quantized + spec.warpgroups)
 
 
@@ -71,7 +71,7 @@ def shared_bytes(spec: FlashPrefillSm90Spec) -> int:
     code_stages = spec.stages if spec.cache.is_quantized else 0
     codes = code_stages * 2 * spec.tile_kv * spec.head_size * spec.cache.bits // 8
     stages = spec.stages + code_stages
-    cleared = 0 if code_stages else spec.stages  # a value tile is full twice, the second time with zeros where nobody looks
+    cleared = 0 if code_stages else spec.stages  # value tiles are full twice, then with zeros where nobody looks
     barriers = 8 * (6 + 4 * stages + cleared) + 4 * stages + 2 * WORK_BYTES
     return rows * spec.head_size * 2 + codes + barriers + ALIGNMENT_BYTES
 
