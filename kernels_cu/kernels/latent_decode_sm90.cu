@@ -23,7 +23,7 @@
 //
 // Where a token's heads are pairs of row tiles, a cluster of two CTAs takes a pair: the same keys, so each tile is read once and
 // comes to both. CTA 0 finds work for both, so they never disagree on it. CTA w of the cluster loads the tiles of warpgroup w into the
-// same buffer of both CTAs, and a piece is given back to it by the consumers of both; nothing else goes from one to the other.
+// same buffer of both CTAs, and a piece is given back to it from both; nothing else goes from one to the other.
 // Invariants
 //   Splits are planned for a row tile, from the keys that any of its tokens admits; combine_splits plans the same way.
 //   What no token of the work admits is not read where it fills blocks, and is zeros in the tile where it does not: it cannot
@@ -105,7 +105,7 @@ enum Piece { kRope, kOwnHalf, kOtherHalf, kPieces };
 __device__ __forceinline__ constexpr int bytes_of(int piece) { return piece == kRope ? kRopeBytes : kHalfBytes; }
 
 // Named barriers.
-enum Barrier { kNone, kTile, kConsumers = kTile + 2, kTurn };  // kTile: one for each warpgroup
+enum Barrier { kNone, kTile, kConsumers = kTile + 2 };  // kTile: one for each warpgroup
 
 // One piece of work. One thread writes it, every thread of the others reads it.
 struct Work {
@@ -137,19 +137,22 @@ struct SequenceWork {
 struct Shared {
   unsigned char* query;
   unsigned char* tiles;   // [2]
+  Work* work;             // [2] of this round and of the next
   uint64_t* full;         // [2][kPieces]
   uint64_t* empty;        // [2][kPieces]
+  uint64_t* rope_ready;   // of a cluster, in the CTA that loads a buffer: the other CTA's rope channels are free
   uint64_t* work_full;    // [2]
   uint64_t* work_empty;   // [2]
   uint64_t* loads_issued; // of a work
   uint64_t* query_full;
   uint64_t* query_empty;
   uint64_t* weights;      // [2] of the tile of a warpgroup
+  uint64_t* turn;         // of warpgroup 1 to multiply with keys
+  uint64_t* sums;         // of a work, of both warpgroups
   uint32_t* unmapped;     // [2] bit i: block i of the tile has nothing to see
   float* reference;       // [2][64] that the weights in a tile are relative to
   float* sum;             // [2 works][2][64] of each warpgroup's weights
-  uint32_t* spoilt;       // [2][kConsumerWarps] bit i: row i of the warp's sixteen
-  Work* work;             // [2] of this round and of the next
+  uint32_t* spoilt;       // [2 works][2][kConsumerWarps] bit i: row i of the warp's sixteen
   int* ranks;             // [kRanks] works of each
   SequenceWork* listed;   // [kListedSequences]
 
@@ -158,20 +161,23 @@ struct Shared {
     s_base += -ptx::shared_address(s_base) & 1023u;
     query = s_base;
     tiles = query + kQueryBytes;
-    full = reinterpret_cast<uint64_t*>(tiles + 2 * kTileBytes);
+    work = reinterpret_cast<Work*>(tiles + 2 * kTileBytes);
+    full = reinterpret_cast<uint64_t*>(work + 2);
     empty = full + 2 * kPieces;
-    work_full = empty + 2 * kPieces;
+    rope_ready = empty + 2 * kPieces;
+    work_full = rope_ready + 1;
     work_empty = work_full + 2;
     loads_issued = work_empty + 2;
     query_full = loads_issued + 1;
     query_empty = query_full + 1;
     weights = query_empty + 1;
-    unmapped = reinterpret_cast<uint32_t*>(weights + 2);
+    turn = weights + 2;
+    sums = turn + 1;
+    unmapped = reinterpret_cast<uint32_t*>(sums + 1);
     reference = reinterpret_cast<float*>(unmapped + 2);
     sum = reference + 2 * kWarpgroupRows;
     spoilt = reinterpret_cast<uint32_t*>(sum + 4 * kWarpgroupRows);
-    work = reinterpret_cast<Work*>(spoilt + 2 * kConsumerWarps);
-    ranks = reinterpret_cast<int*>(work + 2);
+    ranks = reinterpret_cast<int*>(spoilt + 4 * kConsumerWarps);
     listed = reinterpret_cast<SequenceWork*>(ranks + kRanks);
   }
 };
@@ -442,15 +448,14 @@ template <int kCtas> __device__ __forceinline__ void load_tiles(const LatentDeco
       const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped) & ((1u << parts) - 1u);
       const int eight = offset_in_block(p.blocks, (first_tile + i) * kTileKeys) / 8;  // 0 unless the tile lies in one block
 
-      if constexpr (kCtas == 2) {
-        // With the weights of the tile before, all of that tile has come and is masked here. What comes for this one may be early.
-        ptx::mbarrier_wait(shared.weights + own, ring.parity ^ 1);
-        if (ptx::elect()) {
-          shared.unmapped[own] = unmapped;
-          for (int piece = 0; piece < kPieces; ++piece) ptx::mbarrier_arrive_expect(s_full + piece, bytes_of(piece));
-        }
-        __syncwarp();
+      // When the weights of the tile before have been read here, all of that tile has come and is masked.
+      ptx::mbarrier_wait(s_empty + kRope, ring.parity ^ 1);
+      if (ptx::elect()) {
+        shared.unmapped[own] = unmapped;
+        for (int piece = 0; piece < kPieces; ++piece) ptx::mbarrier_arrive_expect(s_full + piece, bytes_of(piece));
+        if (!issuer) ptx::mbarrier_arrive(shared.rope_ready, own);
       }
+      __syncwarp();
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         if (!issuer) break;
@@ -459,12 +464,12 @@ template <int kCtas> __device__ __forceinline__ void load_tiles(const LatentDeco
         const int group = piece == kRope ? kRopeGroup : half * kHalfGroups;
         const int bytes = bytes_of(piece);
         unsigned char* s_piece = s_tile + (piece == kRope ? 0 : half_offset(half));
-        ptx::mbarrier_wait(s_empty + piece, ring.parity ^ 1);
-        const bool issues = ptx::elect();
-        if (kCtas == 1 && issues) {
-          if (piece == kRope) shared.unmapped[own] = unmapped;
-          ptx::mbarrier_arrive_expect(s_full + piece, bytes);
+        if (piece != kRope) {
+          ptx::mbarrier_wait(s_empty + piece, ring.parity ^ 1);
+        } else if (kCtas == 2) {
+          ptx::mbarrier_wait(shared.rope_ready, ring.parity);
         }
+        const bool issues = ptx::elect();
 #pragma unroll 1  // instructions that a CTA meets for the first time come slowly
         for (int part = 0; part < parts; ++part) {
           const int from = __shfl_sync(kFullWarp, block, part);
@@ -474,7 +479,7 @@ template <int kCtas> __device__ __forceinline__ void load_tiles(const LatentDeco
       entry = entry_of(i + 2);  // on its way while this tile is used; not sooner, because the first tile is in a hurry
       ring.advance();
     }
-    if (lane == 0) ptx::mbarrier_arrive(shared.loads_issued);
+    if (lane == 0 && (kCtas == 1 || ptx::cluster_rank() == 0)) ptx::mbarrier_arrive(shared.loads_issued);
     __syncwarp();
   }
 }
@@ -700,12 +705,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) reference[half] = shared.reference[(1 - kOwn) * kWarpgroupRows + row(half)];
-    if constexpr (S.ctas == 1) {
-      ptx::mbarrier_arrive(shared.empty + (1 - kOwn) * kPieces + kRope);  // every thread, because every one has read
-    } else {
-      __syncwarp();  // all lanes have read; one arrives, because the way is long
-      release(1 - kOwn, kRope);
-    }
+    ptx::mbarrier_arrive(shared.empty + (1 - kOwn) * kPieces + kRope);  // every thread, because every one has read
     wait_piece(1 - kOwn, kOtherHalf, other_parity);  // long there, but its bytes have to be visible here too
     other_parity ^= 1;
     return __any_sync(kFullWarp, reference[0] != rows.reference[0] || reference[1] != rows.reference[1]);
@@ -753,7 +753,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       if (i > 0) release(1, kOtherHalf);
       continue_scores<0>(scores);
       ptx::wgmma_wait<0>();
-      if (i + 1 < tile_count) ptx::named_barrier_arrive(kTurn, kConsumerThreads);
+      if (i + 1 < tile_count && threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(shared.turn);
       ptx::hold(scores);
       release_queries(i);
       if (finish_scores<0>(scores, weights, rows, rescale, i)) scale_rows(acc, rescale);
@@ -782,7 +782,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     float reference[2];
     for (int i = 1; i < tile_count; i += 2) {
       // Both products with keys at a time would end at a time, and nothing would run under warpgroup 0's softmax.
-      ptx::named_barrier_sync(kTurn, kConsumerThreads);
+      ptx::mbarrier_wait(shared.turn, own_parity);
       begin_scores<1>(scores, i);
       continue_scores<1>(scores);
       // Written twice, because acc may only be touched while no product at all is on its way.
@@ -815,9 +815,12 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     }
   }
 
+  __device__ __forceinline__ int stage() const { return static_cast<int>(work - shared.work); }
+  __device__ __forceinline__ uint32_t* spoilt_rows() const { return shared.spoilt + stage() * 2 * kConsumerWarps; }
+
   // What this warpgroup has of the rows: its half of the channels.
   __device__ __forceinline__ void write(const float (&acc)[kOutputs], const RowPair& rows) const {
-    float* s_sum = shared.sum + (work - shared.work) * 2 * kWarpgroupRows;  // the other warpgroup may still read the last work's
+    float* s_sum = shared.sum + stage() * 2 * kWarpgroupRows;  // the other warpgroup may still read the last work's
     float sum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -832,9 +835,10 @@ template <LatentDecodeSm90Spec S> struct Consumer {
 #pragma unroll
         for (int i = 0; i < 8; ++i) spoilt |= (votes >> (4 * i) & 15u) != 0 ? 1u << (i + 8 * half) : 0u;
       }
-      if (threadIdx.x % kWarpSize == 0) shared.spoilt[threadIdx.x / kWarpSize - kConsumerWarps] = spoilt;
+      if (threadIdx.x % kWarpSize == 0) spoilt_rows()[threadIdx.x / kWarpSize - kConsumerWarps] = spoilt;
     }
-    ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // both have written their sums, against the same references
+    ptx::mbarrier_arrive(shared.sums);
+    ptx::mbarrier_wait(shared.sums, stage());  // both have written their sums, against the same references
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       SoftmaxState state;
@@ -895,8 +899,8 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       write(acc, rows);
       if (work->differs) {
         ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // both have written their rows
-        repair<S>(p, *work, shared.spoilt);
-        ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // all have read who is spoilt
+        repair<S>(p, *work, spoilt_rows());
+        __syncwarp();  // or the compiler writes all that follows twice
       }
       release_work<S.ctas>(shared, works);
     }
@@ -912,16 +916,19 @@ template <LatentDecodeSm90Spec S> __device__ __forceinline__ void attend(const L
     ptx::prefetch_tensor_map(p.query_map);
     for (int i = 0; i < 2 * kPieces; ++i) {
       ptx::mbarrier_init(shared.full + i, 1);
-      ptx::mbarrier_init(shared.empty + i, S.ctas == 1 && i % kPieces == kRope ? kWarpgroup : S.ctas * kConsumerWarps);
+      ptx::mbarrier_init(shared.empty + i, i % kPieces == kRope ? kWarpgroup : S.ctas * kConsumerWarps);
     }
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(shared.weights + i, kWarpgroup);
       ptx::mbarrier_init(shared.work_full + i, 1);
       ptx::mbarrier_init(shared.work_empty + i, S.ctas * (kConsumerThreads + 3 * kWarpSize));
     }
+    ptx::mbarrier_init(shared.rope_ready, 1);
     ptx::mbarrier_init(shared.loads_issued, 2);
     ptx::mbarrier_init(shared.query_full, 1);
     ptx::mbarrier_init(shared.query_empty, 2 * kConsumerWarps);
+    ptx::mbarrier_init(shared.turn, kConsumerWarps);
+    ptx::mbarrier_init(shared.sums, kConsumerThreads);
     ptx::mbarrier_init_fence();
   }
   if constexpr (S.ctas == 2) ptx::cluster_arrive_relaxed();
