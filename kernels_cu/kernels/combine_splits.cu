@@ -63,6 +63,9 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
   const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
   const bool exists = head < p.out.num_heads && sequence.is_active();
   const int splits = exists ? plan_splits(p.partials, keys_of_plan(p, sequence, token, head)).count : 0;
+  // CTAs with nothing to merge make room for the others while the kernel ahead still runs. All but one, because the end of this kernel
+  // stands for the end of the one ahead.
+  if (splits <= 1 && blockIdx.x != 0) return;
   ptx::wait_for_previous_kernel();  // which makes the parts
   if (splits <= 1) return;
 

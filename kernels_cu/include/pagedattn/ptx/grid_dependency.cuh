@@ -7,7 +7,7 @@
 namespace ptx {
 
 // Returns when the kernel ahead has ended and its writes are visible. Every thread that reads them, or that writes what it
-// reads, calls this first; so does a CTA that has nothing to do, for the kernel's end stands for the end of the one ahead.
+// reads, calls this first; and some CTA of every launch does, for the kernel's end stands for the end of the one ahead.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
