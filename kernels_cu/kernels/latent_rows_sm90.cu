@@ -127,10 +127,11 @@ template <LatentRowsSm90Spec S> struct Shape {
   static constexpr int kLaneRows = 2 * kRowTiles;
   static constexpr int kTeam = S.rows > 32 ? 2 : 1;  // workers that share tiles, because one has no registers for all channels
   static constexpr int kTeamThreads = kTeam * kWarpgroup;
+  static constexpr int kTeams = kWorkers / kTeam;
   static constexpr int kOwnGroups = kValueGroups / kTeam;  // of value channels of a worker
   static_assert(kLoadRegisters + kWorkers * kComputeRegisters <= (kWorkers + 1) * ptx::start_registers(kThreads),
                 "more would wait forever");
-  static_assert(S.slots * kSlotBytes + kQueryBytes >= kRows * kOutputStride * 4, "the output takes the place of ring and queries");
+  static_assert(S.slots * kSlotBytes + kQueryBytes >= kTeams * kRows * kOutputStride * 4, "the output takes the place of ring and queries");
   static_assert(S.slots / kSlotsOfTile + 2 <= kUnmappedTiles, "a tile's bits are read before they are written again");
 };
 
@@ -154,6 +155,7 @@ template <LatentRowsSm90Spec S> struct Shared {
   Work* work;
   uint64_t* full;      // [slots], one arrival and the bytes: the third is there
   uint64_t* empty;     // [slots], an arrival of each warp that multiplies with the tile: the third is used up
+  uint64_t* put;       // an arrival of each thread of the workers: what it has summed up is there
   uint32_t* unmapped;  // [kUnmappedTiles] bit i: block i of the tile has nothing to see
 
   __device__ __forceinline__ Shared() {
@@ -164,7 +166,13 @@ template <LatentRowsSm90Spec S> struct Shared {
     work = reinterpret_cast<Work*>(rows + 1);
     full = reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(work) + round_up(sizeof(Work), 16));
     empty = full + S.slots;
-    unmapped = reinterpret_cast<uint32_t*>(empty + S.slots);
+    put = empty + S.slots;
+    unmapped = reinterpret_cast<uint32_t*>(put + 1);
+  }
+
+  // What a team has summed up of a row, when all are done.
+  __device__ __forceinline__ float* output_row(int team, int row) const {
+    return reinterpret_cast<float*>(ring) + (team * F::kRows + row) * kOutputStride;
   }
 
   // The highest of the workers' references, when all are done.
@@ -767,7 +775,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
-  // Puts what the workers have together: [row][channel] where ring and queries were, and the sums of weights in of_warp.
+  // Puts what each team has where ring and queries were, [team][row][channel], and the sums of weights in of_warp.
   __device__ __forceinline__ void merge() const {
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
@@ -777,15 +785,10 @@ template <LatentRowsSm90Spec S> struct Worker {
       if (lane() < 4) shared.rows->of_warp[index][warp()][row_of(r)] = own;
     }
     ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // the sums are there, and nobody reads ring and queries any more
+    put();
     if (threadIdx.x < F::kRows) finish_row(threadIdx.x);
-    __syncwarp();  // barriers are for whole warps
-    constexpr int kTeamCount = F::kWorkers / F::kTeam;
-#pragma unroll
-    for (int t = 0; t < kTeamCount; ++t) {  // one after the other, in an order that does not change
-      if (team == t && t == 0) put<false>();
-      if (team == t && t > 0) put<true>();
-      ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // what the team has put is there
-    }
+    ptx::mbarrier_arrive(shared.put);  // not a named barrier: compute-sanitizer takes what is read behind that one for a race
+    ptx::mbarrier_wait(shared.put, 0);
   }
 
   // What a row's sums of values are multiplied by, and its lse.
@@ -813,20 +816,18 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
-  // Puts the sums in their place, or adds them to those that are there, relative to the reference of all teams.
-  template <bool kAdds> __device__ __forceinline__ void put() const {
+  // Puts the sums in their place, relative to the reference of all teams.
+  __device__ __forceinline__ void put() const {
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
       const float factor = factor_of_move(reference_of(r), shared.reference_of(row_of(r)), factor_of(r));
-      float* s_row = reinterpret_cast<float*>(shared.ring) + row_of(r) * kOutputStride + first_group * kGroupChannels + 16 * warp();
+      float* s_row = shared.output_row(team, row_of(r)) + first_group * kGroupChannels + 16 * warp();
 #pragma unroll
       for (int m = 0; m < F::kOwnGroups; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int g = lane() / 4;
-          float& target = s_row[m * kGroupChannels + (F::kCodes ? 2 * g + half : g + 8 * half)];
-          const float own = acc[m][r / 2 * 4 + 2 * half + r % 2] * factor;
-          target = kAdds ? target + own : own;
+          s_row[m * kGroupChannels + (F::kCodes ? 2 * g + half : g + 8 * half)] = acc[m][r / 2 * 4 + 2 * half + r % 2] * factor;
         }
       }
     }
@@ -847,13 +848,18 @@ __device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const 
 #pragma unroll 2
   for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kWorkerThreads / kVectors) {
     const float factor = shared.rows->result[row];
-    const float* s_row = reinterpret_cast<const float*>(shared.ring) + row * kOutputStride + 8 * vector;
-    float x[8];
+    float x[8] = {};
+#pragma unroll
+    for (int team = 0; team < F::kTeams; ++team) {  // in an order that does not change
+      const float* s_row = shared.output_row(team, row) + 8 * vector;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[j] += s_row[j];
+    }
     bool strange = false;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      strange |= is_nan(s_row[j]);
-      x[j] = s_row[j] * factor * scale[j];
+      strange |= is_nan(x[j]);
+      x[j] *= factor * scale[j];
     }
     if (F::kSpoils && strange && !is_nan(factor)) atomicOr(shared.rows->spoilt + row / 32, 1u << row % 32);
     const int token = work.tile.token(row);
@@ -941,6 +947,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
       ptx::mbarrier_init(shared.full + i, 1);
       ptx::mbarrier_init(shared.empty + i, F::kTeam * kWorkerWarps);
     }
+    ptx::mbarrier_init(shared.put, F::kWorkerThreads);
     ptx::mbarrier_init_fence();
     for (uint32_t& rows : shared.rows->spoilt) rows = 0;
   }
