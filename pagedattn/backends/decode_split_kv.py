@@ -2,59 +2,83 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pagedattn.backends.arguments import Shared, Tensors
-from pagedattn.backends.prologue import Prologue, aligned
+from pagedattn.backends.candidates import Candidate, CandidatePlan
+from pagedattn.backends.prologue import Rows, aligned
 from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
-from pagedattn.kernels import decode_split_kv as kernel
+from pagedattn.kernels import decode_heads_sm90, decode_split_kv
 from pagedattn.problem import Problem
 
+# For tests and comparisons: Hopper's kernel attends wherever it can (True), or nowhere (False). None: where it pays.
+FORCE_HEADS: bool | None = None
 
-def plan(problem: Problem, executor: Executor[Function]) -> DecodePlan:
+
+def plan(problem: Problem, executor: Executor[Function]) -> CandidatePlan:
     """Plan a problem; see `pagedattn.backends.base`."""
-    return DecodePlan(problem, executor)
+    candidates: list[Candidate] = []
+    if _pays_by_heads(problem, executor):
+        candidates.append(_ByHeads(problem, executor))
+    candidates.append(_General(problem, executor, loads_late=bool(candidates)))
+    return CandidatePlan(problem, executor, candidates)
 
 
-class DecodePlan:
-    """The prologue, `decode_split_kv`, and `combine_splits` where a token may have several splits."""
+def _tokens_share_keys(problem: Problem) -> bool:
+    """Whether a sequence may have several new tokens, which then share tiles."""
+    p = problem
+    return p.token_count > p.batch_size and min(p.query_len_bound, p.token_count - p.batch_size + 1) > 1
 
-    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
+
+def _span(problem: Problem, tokens: int) -> int:
+    """Most keys that so many tokens of a sequence read together."""
+    p = problem
+    if p.has_window and not (tokens > 1 and (p.has_query_positions or not p.is_causal)):
+        return min(p.kv_len_bound, p.local_window_size + (tokens if tokens > 1 else 0))
+    return p.kv_len_bound
+
+
+def _pays_by_heads(problem: Problem, executor: Executor[Function]) -> bool:
+    """Whether `decode_heads_sm90` is the better kernel: there are many tokens, or a few long splits of each.
+
+    A caller who pins the size of splits wants a sequence's bits to be the same in any batch, whatever the others' new
+    tokens are; so one kernel has to serve all of them.
+    """
+    kernel = decode_heads_sm90
+    if executor.arch != "sm_90a" or _tokens_share_keys(problem) or kernel.why_not_problem(problem) is not None:
+        return False
+    if FORCE_HEADS is not None:
+        return FORCE_HEADS
+    works = max(1, problem.token_count * problem.kv_num_heads // kernel.HEADS)
+    slots = kernel.CTAS * executor.multiprocessors
+    size = kernel.split_size(_span(problem, 1), works, executor.multiprocessors)
+    few_and_long = works * kernel.MERGED_SPLITS >= slots and size >= kernel.GOOD_SPLIT_KEYS
+    return not problem.split_keys and (works >= executor.multiprocessors or few_and_long)
+
+
+class _ByHeads:
+    """`decode_heads_sm90`: all kv heads at a time, from caches whose tokens are one run of bytes."""
+
+    def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem
-        # Tokens of a sequence that read the same keys share tiles as soon as a sequence may have several.
-        tokens = max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
-        shares_tokens = p.token_count > p.batch_size and tokens > 1
-        span = p.kv_len_bound
-        if p.has_window and not (shares_tokens and (p.has_query_positions or not p.is_causal)):
-            span = min(span, p.local_window_size + (kernel.MAX_ROWS if shares_tokens else 0))
-        self.spec = kernel.choose(
-            p.io_dtype,
-            p.cache_dtype,
-            p.head_size,
-            kernel.MAX_ROWS if shares_tokens else p.group_size,  # one kernel, however many tokens there are
-            executor.max_shared_bytes,
-            has_rules=p.softcap > 0 or p.bias_shape is not None,
-            shares_tokens=shares_tokens,
-            span=span if p.has_window else kernel.ANY_SPAN,
-        )
+        kernel = decode_heads_sm90
+        self.spec = kernel.choose(p.io_dtype, p.cache_dtype, p.head_size, p.kv_num_heads, executor.max_shared_bytes)
         self.function = executor.load(kernel.KERNEL, self.spec)
-        row_tiles = kernel.row_tile_count(self.spec, p.token_count, p.batch_size, p.group_size)
-        self.head_tiles = p.kv_num_heads * kernel.row_chunks(self.spec, p.group_size)
-        size = kernel.split_size(span, max(1, p.token_count) * self.head_tiles, executor.multiprocessors)
-        self.splits = SplitPlan(
-            p, executor, span, size, self.spec.tile_rows if shares_tokens else 0, starts_at_0=not p.has_window
-        )
+        self.works = p.token_count * p.kv_num_heads // kernel.HEADS  # CTAs of a split
+        span = _span(p, 1)
+        size = kernel.split_size(span, max(1, self.works), executor.multiprocessors)
+        self.splits = SplitPlan(p, executor, span, size, starts_at_0=not p.has_window)
         self.merges = 1 < self.splits.count <= kernel.MERGED_SPLITS
-        self.prologue = Prologue(p, executor, row_tiles * self.head_tiles if self.merges else 0)
-        self._finished_at = aligned(self.prologue.workspace_bytes)
-        self._partials_at = aligned(self._finished_at + 4 * row_tiles * self.head_tiles * self.merges)
+        self.zero_count = p.token_count * p.kv_num_heads * self.merges
+        self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
 
-    def launches(self, tensors: Tensors, workspace: int) -> list[Launch]:
-        """Launches of a call; see `pagedattn.backends.base.Plan`."""
-        p = self.problem
-        shared = Shared(p, tensors)
-        finished = workspace + self._finished_at if self.merges else None
-        query = self.prologue.query(tensors, workspace)
+    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
+        return decode_heads_sm90.why_not_tensors(tensors, query)
+
+    def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
+        kernel = decode_heads_sm90
         partials = self.splits.partials(workspace + self._partials_at)
         packed = kernel.PARAMS.pack(
             query=query.pointer,
@@ -66,7 +90,71 @@ class DecodePlan:
             rules=shared.rules,
             out=shared.out,
             partials=partials,
-            finished=finished,
+            finished=workspace if self.merges else None,
+            group_size=self.problem.group_size,
+            head_tiles=self.problem.kv_num_heads // kernel.HEADS,
+            query_is_new=query.pointer != tensors["query"].pointer,
+        )
+        grid = (self.works * self.splits.count, 1, 1)
+        attention = Launch(self.function, grid, kernel.threads(self.spec), kernel.shared_bytes(self.spec), packed)
+        return [attention] if self.merges else [attention, *self.splits.combine(shared, partials)]
+
+
+class _General:
+    """`decode_split_kv`, which runs everywhere and on everything. ``loads_late``: it may never be needed."""
+
+    def __init__(self, problem: Problem, executor: Executor[Function], loads_late: bool) -> None:
+        p = self.problem = problem
+        self.executor = executor
+        kernel = decode_split_kv
+        # Tokens of a sequence that read the same keys share tiles as soon as a sequence may have several.
+        shares_tokens = _tokens_share_keys(p)
+        span = _span(p, kernel.MAX_ROWS if shares_tokens else 1)
+        self.spec = kernel.choose(
+            p.io_dtype,
+            p.cache_dtype,
+            p.head_size,
+            kernel.MAX_ROWS if shares_tokens else p.group_size,  # one kernel, however many tokens there are
+            executor.max_shared_bytes,
+            has_rules=p.softcap > 0 or p.bias_shape is not None,
+            shares_tokens=shares_tokens,
+            span=span if p.has_window else kernel.ANY_SPAN,
+        )
+        row_tiles = kernel.row_tile_count(self.spec, p.token_count, p.batch_size, p.group_size)
+        self.head_tiles = p.kv_num_heads * kernel.row_chunks(self.spec, p.group_size)
+        size = kernel.split_size(span, max(1, p.token_count) * self.head_tiles, executor.multiprocessors)
+        self.splits = SplitPlan(
+            p, executor, span, size, self.spec.tile_rows if shares_tokens else 0, starts_at_0=not p.has_window
+        )
+        self.merges = 1 < self.splits.count <= kernel.MERGED_SPLITS
+        self.zero_count = row_tiles * self.head_tiles * self.merges
+        self._partials_at = aligned(4 * self.zero_count)
+        self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
+        self.function: Any = None if loads_late else self._load()
+
+    def _load(self) -> Any:
+        return self.executor.load(decode_split_kv.KERNEL, self.spec)
+
+    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
+        return None
+
+    def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
+        p = self.problem
+        kernel = decode_split_kv
+        if self.function is None:
+            self.function = self._load()
+        partials = self.splits.partials(workspace + self._partials_at)
+        packed = kernel.PARAMS.pack(
+            query=query.pointer,
+            query_stride=query.stride,
+            sequences=shared.sequences,
+            blocks=shared.blocks,
+            key_cache=shared.key_cache,
+            value_cache=shared.value_cache,
+            rules=shared.rules,
+            out=shared.out,
+            partials=partials,
+            finished=workspace if self.merges else None,
             group_size=p.group_size,
             row_chunks=kernel.row_chunks(self.spec, p.group_size),
             head_tiles=self.head_tiles,
@@ -81,5 +169,4 @@ class DecodePlan:
             p.group_size,
             packed,
         )
-        merge = [] if self.merges else self.splits.combine(shared, partials)
-        return [self.prologue.launch(tensors, shared, workspace, finished), attention, *merge]
+        return [attention] if self.merges else [attention, *self.splits.combine(shared, partials)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from pagedattn.backends.arguments import Shared, Tensors
-from pagedattn.backends.prologue import Prologue, Rows, aligned
+from pagedattn.backends.candidates import Candidate, CandidatePlan
+from pagedattn.backends.prologue import Rows, aligned
 from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.tensor_map import why_not_rows
@@ -18,57 +19,19 @@ from pagedattn.problem import Problem
 FORCE_SM80 = False
 
 
-def plan(problem: Problem, executor: Executor[Function]) -> LatentPlan:
-    """Plan a problem; see `pagedattn.backends.base`."""
-    return LatentPlan(problem, executor)
+def plan(problem: Problem, executor: Executor[Function]) -> CandidatePlan:
+    """Plan a problem; see `pagedattn.backends.base`.
 
-
-class LatentPlan:
-    """The prologue, and the first of `candidates` that can read a call's arrays.
-
-    On Hopper that is the first one of `_HOPPER` that is for the problem, before `latent_decode`. Hopper's kernels read
+    On Hopper the first one of `_HOPPER` that is for the problem comes before `latent_decode`. Hopper's kernels read
     through the copy engine, which wants rows that start on multiples of 16 bytes; arrays that do not comply take the
     other one.
     """
-
-    def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
-        p = self.problem = problem
-        kinds = _HOPPER if executor.arch == "sm_90a" and not FORCE_SM80 else ()
-        best = next((kind for kind in kinds if kind.is_for(p)), None)
-        self.candidates: list[_Candidate] = [_General(p, executor, loads_late=best is not None)]
-        if best is not None:
-            self.candidates.insert(0, best(p, executor))
-        self.prologue = Prologue(p, executor, max(candidate.zero_count for candidate in self.candidates))
-        self._attention_at = aligned(self.prologue.workspace_bytes)
-        self.workspace_bytes = self._attention_at + max(candidate.workspace_bytes for candidate in self.candidates)
-
-    def launches(self, tensors: Tensors, workspace: int) -> list[Launch]:
-        """Launches of a call; see `pagedattn.backends.base.Plan`."""
-        shared = Shared(self.problem, tensors)
-        at = workspace + self._attention_at
-        query = self.prologue.query(tensors, workspace)
-        first = next(candidate for candidate in self.candidates if candidate.why_not_tensors(query, tensors) is None)
-        attention = first.launches(query, tensors, shared, at)
-        return [self.prologue.launch(tensors, shared, workspace, at), *attention]
-
-
-class _Candidate(Protocol):
-    """A kernel that attends, with what it needs around it: `combine_splits` where a row tile may have several splits.
-
-    Attributes
-    ----------
-    zero_count : int
-        Counters at the start of its workspace; the prologue sets them to 0.
-    """
-
-    zero_count: int
-    workspace_bytes: int
-
-    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
-        """Reason why it cannot read and write these arrays, or None."""
-
-    def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
-        """Launches that attend, after the prologue's."""
+    kinds = _HOPPER if executor.arch == "sm_90a" and not FORCE_SM80 else ()
+    best = next((kind for kind in kinds if kind.is_for(problem)), None)
+    candidates: list[Candidate] = [_General(problem, executor, loads_late=best is not None)]
+    if best is not None:
+        candidates.insert(0, best(problem, executor))
+    return CandidatePlan(problem, executor, candidates)
 
 
 class _FewRows:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagedattn.backends import decode_split_kv
 from tests.faults.targets import Target
 from tests.kernels.test_matrix import TARGETS, check_backend
-from tests.support.cases import CORNER, SMOKE, Case
+from tests.support.cases import CORNER, EIGHT_HEADS, SMOKE, Case
 
 from .decoding import Decoder, Model
 
@@ -20,6 +21,13 @@ CASES = [case for case in [*CORNER, *SMOKE[::3]] if case.io != "float32"]
 @pytest.mark.parametrize("target", GPU_TARGETS, ids=str)
 def test_corner(cupy, target: Target, case: Case) -> None:
     check_backend(target, case)
+
+
+@pytest.mark.skipif(not any(t.arch == 90 for t in GPU_TARGETS), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("case", EIGHT_HEADS, ids=str)
+def test_all_heads_at_a_time(cupy, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", True)
+    check_backend(next(t for t in GPU_TARGETS if t.backend == "decode"), case)
 
 
 @pytest.mark.parametrize(

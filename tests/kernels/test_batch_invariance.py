@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedattn.backends import flash_prefill, latent_mla
-from pagedattn.kernels import decode_split_kv
+from pagedattn.backends import decode_split_kv, flash_prefill, latent_mla
+from pagedattn.kernels.decode_split_kv import MERGED_SPLITS as MERGED
 from tests.faults.targets import Target
 from tests.kernels.test_matrix import TARGETS
 from tests.support.batches import Layer, Pool, differing
 
-MERGED = decode_split_kv.MERGED_SPLITS
 BLOCK = 16
 
 
@@ -30,13 +29,13 @@ def targets(backend: str) -> list[Any]:
     ]
 
 
+def hopper(backend: str) -> list[Any]:
+    return [param for param in targets(backend) if param.values[0].on_gpu and param.values[0].arch == 90]
+
+
 def kernels(backend: str) -> list[Any]:
     """Targets of a backend; Hopper has a kernel of its own beside that of all others, so it is there twice."""
-    both = [
-        pytest.param(*param.values, True, id=f"{param.id}-sm80", marks=param.marks)
-        for param in targets(backend)
-        if param.values[0].on_gpu and param.values[0].arch == 90
-    ]
+    both = [pytest.param(*param.values, True, id=f"{param.id}-sm80", marks=param.marks) for param in hopper(backend)]
     return [*(pytest.param(*param.values, False, id=param.id, marks=param.marks) for param in targets(backend)), *both]
 
 
@@ -97,6 +96,18 @@ def test_decode_whoever_merges(target: Target, monkeypatch: pytest.MonkeyPatch) 
     layer = Layer(num_heads=8, kv_num_heads=1, head_size=64)
     pool = Pool(target, layer, [(size * MERGED - 1 - 30 * i, 1) for i in range(8)])
     assert differing(pool, [tuple(range(8))], [2 * pool.width]) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not hopper("decode"), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("cache", ["", "int8", "float8e4m3fn", "int4"])
+@pytest.mark.parametrize("target", hopper("decode"))
+def test_decode_of_all_heads(target: Target, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", True)
+    target.force_splits(monkeypatch, 2560)
+    pool = pool_of(target, Layer(num_heads=16, kv_num_heads=8, head_size=128, cache=cache))
+    merged = MERGED * 2560 // BLOCK
+    assert differing(pool, batches(len(pool.lengths)), [None, merged, 8 * merged]) == []
 
 
 @pytest.mark.skipif(not targets("latent"), reason="needs a GPU with CuPy, or g++ and the CUDA headers")

@@ -15,12 +15,12 @@ import pytest
 import pagedattn
 from pagedattn import support
 from pagedattn.arrays import NUMPY
-from pagedattn.backends import flash_prefill, latent_mla
+from pagedattn.backends import decode_split_kv, flash_prefill, latent_mla
 from pagedattn.dtypes import BY_NAME
 from pagedattn.validate import validate
 from tests.faults.targets import Target, all_targets
 from tests.support.build import Built, build, outside
-from tests.support.cases import CORNER, SMOKE, Case, grid, sizes
+from tests.support.cases import CORNER, EIGHT_HEADS, SMOKE, Case, grid, sizes
 from tests.support.compare import verify
 
 # Every CUDA backend: on a GPU where there is one, and emulated where the sources can be built for the CPU.
@@ -76,6 +76,17 @@ def test_it_is_right_without_hopper_too(
 ) -> None:
     monkeypatch.setattr(module, "FORCE_SM80", True)
     check_backend(next(t for t in TARGETS if t.on_gpu and t.backend == backend), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not any(t.on_gpu and t.arch == 90 for t in TARGETS), reason="needs a Hopper GPU, which has two kernels"
+)
+@pytest.mark.parametrize("by_heads", [True, False])
+@pytest.mark.parametrize("case", EIGHT_HEADS, ids=str)
+def test_all_heads_at_a_time(case: Case, by_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", by_heads)
+    check_backend(next(t for t in TARGETS if t.on_gpu and t.backend == "decode"), case)
 
 
 def check_backend(target: Target, case: Case) -> None:

@@ -6,7 +6,8 @@ A `Case` is data; `tests.support.build` makes its arrays. Lists by purpose:
 * `grid()`: every pair of feature values of `AXES` at the sizes of real models (a covering array);
 * `sizes()`: every pair with all head sizes, group sizes and block sizes, for machines with a GPU;
 * `tiny()`: the same at sizes that a triple loop in Python can follow, float32 included;
-* `CORNER`: odd sizes, edges of blocks and windows, and batches that are hard to get right.
+* `CORNER`: odd sizes, edges of blocks and windows, and batches that are hard to get right;
+* `EIGHT_HEADS`: single tokens over multiples of eight kv heads, whose whole blocks a kernel of Hopper's reads.
 """
 
 from __future__ import annotations
@@ -481,4 +482,38 @@ CORNER = _distinct(
         Case(mode="latent", kv_num_heads=1, head_size=64, group_size=4, lengths=MIXED),
         Case(mode="latent", kv_num_heads=1, head_size=64, v_head_size=1, scale=1.0, group_size=4),
     ]
+)
+
+_SINGLES = ((0, 1), (15, 1), (9, 0), (16, 1), (31, 1), (99, 1), (0, 0), (255, 1), (256, 1), (700, 1))
+_EIGHT = {"kv_num_heads": 8, "group_size": 2, "head_size": 128, "lengths": _SINGLES}
+_CACHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"io": "bfloat16"},
+    _INT8,
+    _FP8,
+    _INT4,
+    {**_INT8, "k_quant": "PER_CHANNEL", "v_quant": "PER_CHANNEL", "io": "bfloat16"},
+    {**_FP8, "k_quant": "PER_CHANNEL", "v_quant": "PER_CHANNEL"},
+)
+
+EIGHT_HEADS = _distinct(
+    [Case(**{**_EIGHT, **cache}) for cache in _CACHES]
+    + [Case(**{**_EIGHT, **cache, "kv_num_heads": 16, "head_size": 64, "block_size": 64}) for cache in _CACHES]
+    + [Case(**{**_EIGHT, **cache, "lengths": ((2500, 1), (40, 1)), "group_size": 8}) for cache in _CACHES]
+    + [Case(**{**_EIGHT, **cache}, window=300, sink=True, unmapped=True, block_size=32) for cache in _CACHES]
+    + [Case(**{**_EIGHT, **cache}, window=20, positions="ahead", padding=3, metadata=True) for cache in _CACHES]
+    + [Case(**{**_EIGHT, **cache}, unmapped=True, slots="elsewhere", lse=False) for cache in _CACHES]
+    + [Case(**{**_EIGHT, "group_size": g}, scale=-0.1 if g == 3 else 0.0) for g in (1, 3, 4, 5, 7)]
+    + [Case(**{**_EIGHT, "head_size": size}, rope="full", qk_norm=True) for size in (64, 96, 128)]
+    + [
+        Case(**{**_EIGHT, "kv_num_heads": n, "group_size": 1}, block_size=b)
+        for n, b in ((24, 256), (32, 16), (40, 128))
+    ]
+    + [
+        Case(
+            **{**_EIGHT, "group_size": 1, "head_size": 64, "lengths": tuple((b % 50, min(1, b % 7)) for b in range(n))}
+        )
+        for n in (250, 400)
+    ]
+    + [Case(**_EIGHT, strided=True), Case(**_EIGHT, mode="packed"), Case(**_EIGHT, is_causal=False, padding=2)]
 )

@@ -44,8 +44,12 @@ template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
   // A operands of q . k: keys [key, key + 16), the steps of column group `group`.
   static __device__ __forceinline__ void keys(uint32_t (&a)[kSteps][4], const unsigned char* s_tile, int key, int group) {
     const int lane = threadIdx.x % kWarpSize;
-    uint32_t r[4];  // keys g, channels from byte 0; keys g + 8; keys g, channels from byte 16; keys g + 8
+    uint32_t r[4];
     ptx::ldmatrix_x4(r, s_tile + (key + lane % 16) * Tile::kStride + 32 * group + 16 * (lane / 16));
+    keys(a, r);
+  }
+  // The same from words of key g, key g + 8, key g, key g + 8; a step's channels are those of the first two or of all of them.
+  template <bool kRaw = false> static __device__ __forceinline__ void keys(uint32_t (&a)[kSteps][4], const uint32_t (&r)[4]) {
     if constexpr (!kCodes) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[0][i] = r[i];
@@ -53,8 +57,8 @@ template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t low[kSteps], high[kSteps];
-        widen<Cache, false>(r[2 * half], low);
-        widen<Cache, false>(r[2 * half + 1], high);
+        widen<Cache, false, kRaw>(r[2 * half], low);
+        widen<Cache, false, kRaw>(r[2 * half + 1], high);
 #pragma unroll
         for (int i = 0; i < kSteps / 2; ++i) {
           const int step = half * kSteps / 2 + i;
@@ -70,8 +74,12 @@ template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
   // A operands of p . v: keys [key, key + 16), the steps of column group `group`.
   static __device__ __forceinline__ void values(uint32_t (&a)[kSteps][4], const unsigned char* s_tile, int key, int group) {
     const int lane = threadIdx.x % kWarpSize;
-    uint32_t r[4];  // keys 2t, bytes 0..15; keys 2t, bytes 16..31; keys 2t + 8, bytes 0..15; keys 2t + 8, bytes 16..31
+    uint32_t r[4];
     ptx::ldmatrix_x4_transposed(r, s_tile + (key + lane % 8 + 8 * (lane / 16)) * Tile::kStride + 32 * group + 16 * (lane / 8 % 2));
+    values(a, r);
+  }
+  // The same from what ldmatrix gives of keys 2t, bytes 0..15; keys 2t, bytes 16..31; keys 2t + 8, 0..15; keys 2t + 8, 16..31.
+  static __device__ __forceinline__ void values(uint32_t (&a)[kSteps][4], const uint32_t (&r)[4]) {
     if constexpr (!kCodes) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[0][i] = r[i];

@@ -69,6 +69,23 @@ __device__ __forceinline__ Sequence sequence_of_token(const SequenceTable& table
   return s;
 }
 
+// The same for one thread alone.
+__device__ __forceinline__ Sequence sequence_of_one_token(const SequenceTable& table, int token, int64_t capacity) {
+  int first = token < table.batch_size ? token : table.batch_size - 1;
+  Sequence s = read_sequence(table, first, capacity);
+  if (s.begin <= token && token - s.begin < s.q_len) return s;
+  first = 0;
+  for (int count = table.batch_size; count > 1;) {
+    const int half = count / 2;
+    const bool later = table.cumulative_sequence_length[first + half] <= token;
+    if (later) first += half;
+    count = later ? count - half : half;
+  }
+  s = read_sequence(table, first, capacity);
+  if (token < s.begin || token - s.begin >= s.q_len) s.q_len = 0;
+  return s;
+}
+
 // Absolute position of a token, for rotation and for the mask. May be anything when query_positions does.
 __device__ __forceinline__ int64_t position_of_token(const SequenceTable& table, const Sequence& s, int token) {
   return table.query_positions != nullptr ? table.query_positions[token]

@@ -13,4 +13,13 @@ template <class T> __device__ __forceinline__ T* opaque(T* pointer) {
   return pointer;
 }
 
+// Hides where a value comes from, here and now: it is not computed anew wherever it is used, nor is what follows from it kept in
+// registers from before a loop.
+__device__ __forceinline__ int opaque(int value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 }  // namespace ptx

@@ -1,4 +1,4 @@
-// The copy engine: boxes of a tensor in global memory, described by a map that the host encodes, to shared memory.
+// The copy engine: from global to shared memory, boxes of a tensor that a map describes, which the host encodes, or plain bytes.
 #pragma once
 
 #include <pagedattn/ptx/mbarrier.cuh>
@@ -38,6 +38,13 @@ __device__ __forceinline__ void tma_load(void* s_target, const TensorMap& map, u
           "r"(shared_address(s_target)),
       "l"(&map), "r"(shared_address(s_barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
+}
+
+// Starts the copy of `bytes` that lie side by side; both addresses and the count are multiples of 16. One thread calls it.
+__device__ __forceinline__ void bulk_load(void* s_target, const void* g_source, int bytes, uint64_t* s_barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(s_target)),
+               "l"(g_source), "r"(bytes), "r"(shared_address(s_barrier))
+               : "memory");
 }
 
 // How long L2 keeps what a copy reads: gone first, or as long as anything.
