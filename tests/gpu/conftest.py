@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pagedattn.backends import decode_split_kv
 from tests.faults.targets import gpu_count
 
 
@@ -28,3 +29,9 @@ def cupy() -> Any:
     if os.environ.get("PAGEDATTN_SANITIZE") == "1":
         cupy.cuda.set_allocator(None)  # each array an allocation of its own, which the sanitizer can guard
     return cupy
+
+
+@pytest.fixture(autouse=True)
+def all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are small here: Hopper's kernel for all heads at a time would never be chosen for its speed."""
+    monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", True)

@@ -19,6 +19,8 @@ MODELS = [
     Model(num_heads=16, kv_num_heads=1, head_size=576, v_head_size=512),
     Model(num_heads=5, kv_num_heads=1, head_size=160, v_head_size=128, cache="int8"),
     Model(new_tokens=3, num_heads=16),
+    Model(num_heads=16, kv_num_heads=8, head_size=128),
+    Model(num_heads=16, kv_num_heads=8, head_size=128, cache="int8"),
     Model(new_tokens=3, num_heads=16, kv_num_heads=1, head_size=576, v_head_size=512),
     Model(new_tokens=48),
     Model(new_tokens=48, head_size=128, window=70),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedattn.backends import decode_split_kv
 from tests.faults.targets import Target
 from tests.kernels.test_matrix import TARGETS, check_backend
 from tests.support.cases import CORNER, EIGHT_HEADS, SMOKE, Case
@@ -25,14 +24,17 @@ def test_corner(cupy, target: Target, case: Case) -> None:
 
 @pytest.mark.skipif(not any(t.arch == 90 for t in GPU_TARGETS), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("case", EIGHT_HEADS, ids=str)
-def test_all_heads_at_a_time(cupy, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", True)
+def test_all_heads_at_a_time(cupy, case: Case) -> None:
     check_backend(next(t for t in GPU_TARGETS if t.backend == "decode"), case)
 
 
 @pytest.mark.parametrize(
     "model",
-    [Model(), *(Model(num_heads=n, kv_num_heads=1, head_size=576, v_head_size=512) for n in (16, 128))],
+    [
+        Model(),
+        Model(num_heads=16, kv_num_heads=8, head_size=128),
+        *(Model(num_heads=n, kv_num_heads=1, head_size=576, v_head_size=512) for n in (16, 128)),
+    ],
     ids=str,
 )
 def test_hostile_values_touch_nothing_they_must_not(cupy, model: Model) -> None:
