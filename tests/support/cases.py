@@ -448,6 +448,7 @@ SMOKE = _distinct(
         Case(**_LATENT, group_size=4, cache="int8", k_quant="PER_CHANNEL", window=5),
         Case(**_LATENT, group_size=4, cache="float8e4m3fn", k_quant="PER_TENSOR", bias="1H", softcap=2.0),
         Case(**_LATENT, group_size=4, slots="holes", qk_output=2),
+        Case(lengths=((301, 4), (0, 0), (9, 0), (0, 0)), window=241, is_causal=False),
     ]
 )
 
