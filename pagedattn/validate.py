@@ -771,7 +771,7 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
     live = q_len > 0
     require_values(
         "past_seqlens",
-        past,
+        kv_len,
         ~live | (kv_len <= problem.capacity),
         f"past + new tokens <= the block table's capacity {problem.capacity}",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -17,11 +18,14 @@ from pagedattn.problem import Problem
 
 Compilation = tuple[Kernel[Any], Spec]
 
+# Decoding batches shrink and grow, and their size may decide which kernel attends.
+BATCH_SIZES = (1, 1024)
+
 
 class _Recorder:
     """An executor that notes what is loaded and runs nothing."""
 
-    multiprocessors = 132  # decides how work is split, and no Spec
+    multiprocessors = 132  # decides how work is split, and from which batch on it is one kernel's and not another's
 
     def __init__(self, arch: str, capability: int) -> None:
         self.arch, self.max_shared_bytes = arch, MAX_SHARED_BYTES[capability]
@@ -37,6 +41,8 @@ class _Recorder:
 def kernels_of(problem: Problem, capability: int, backend: str | None = None) -> list[Compilation]:
     """Kernels that a problem needs, as they would be compiled for a compute capability.
 
+    Of a problem with one new token a sequence, those that smaller and larger batches need as well.
+
     Parameters
     ----------
     problem : Problem
@@ -48,8 +54,12 @@ def kernels_of(problem: Problem, capability: int, backend: str | None = None) ->
     recorder = _Recorder(arch_of(divmod(capability, 10), nvrtc().archs), capability)
     choice = select(problem, capability, backend)
     if choice.row.min_arch:
-        import_module(choice.row.module).plan(problem, recorder)
-    return recorder.loaded
+        plan = import_module(choice.row.module).plan
+        plan(problem, recorder)
+        if problem.token_count == problem.batch_size:
+            for size in BATCH_SIZES:
+                plan(replace(problem, token_count=size, batch_size=size), recorder)
+    return list(dict.fromkeys(recorder.loaded))
 
 
 def warm_up(

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagedattn import warmup
+from pagedattn.backends import decode_split_kv
+from pagedattn.kernels import decode_heads_sm90
 from pagedattn.problem import Problem, TensorInfo
 from tests.support.batches import Layer
 
@@ -99,3 +102,54 @@ def test_without_a_window_splits_cover_the_table(backend: str) -> None:
 def test_blocks_of_the_pool_change_nothing(backend: str) -> None:
     problem = problem_of(LAYERS[backend], 4, 1, 1024, 4096)
     assert launches(backend, problem) == launches(backend, replace(problem, num_blocks=1 << 24))
+
+
+@pytest.mark.parametrize("batch_size", [1, 33, 1024])
+def test_warm_up_compiles_the_kernels_of_any_batch(batch_size: int) -> None:
+    """Of what a Hopper GPU decodes with, eight kv heads have two."""
+    pytest.importorskip("cupy")
+    problem = problem_of(LAYERS["decode_split_kv"], batch_size, 1, 256, 256 * batch_size)
+    stems = {kernel.stem for kernel, _ in warmup.kernels_of(problem, 90)}
+    assert stems == {"write_cache", "combine_splits", "decode_split_kv", "decode_heads_sm90"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "by_heads"),
+    [
+        (64, 512, True),  # four splits of 2048 keys
+        (64, 16, False),  # splits of 256 keys
+        (1, 8192, False),  # too many splits of one token
+        (132, 16, True),  # tokens enough
+    ],
+)
+def test_which_kernel_decodes_on_hopper(tokens: int, width: int, by_heads: bool) -> None:
+    problem = problem_of(LAYERS["decode_split_kv"], tokens, 1, width, tokens * width)
+    candidates = decode_split_kv.plan(problem, Shapes("sm_90a")).candidates
+    assert (len(candidates) == 2) == by_heads
+    pinned = decode_split_kv.plan(replace(problem, split_keys=512), Shapes("sm_90a")).candidates
+    assert len(pinned) == 1  # whose bits are those of batches with several new tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("query", {"pointer": 4104}),
+        ("output", {"pointer": 4098}),
+        ("key_cache", {"pointer": 4104}),
+        ("value_cache", {"strides": (16384 + 4, 1024, 128, 1)}),
+        ("value_cache", {"strides": (32768, 2048, 128, 1)}),  # tokens further apart than their heads are long
+        ("key_cache", {"strides": (32768, 1024, 256, 1)}),  # heads
+    ],
+)
+def test_arrays_that_bulk_copies_cannot_read(name: str, change: dict[str, Any]) -> None:
+    """Another kernel takes them."""
+    cache = TensorInfo((64, 16, 8, 128), np.dtype(np.float16), "cuda:0", (16384, 1024, 128, 1), 4096, True)
+    rows = TensorInfo((1, 8192), np.dtype(np.float16), "cuda:0", (8192, 1), 4096, True)
+    tensors = {"query": rows, "output": rows, "key_cache": cache, "value_cache": cache}
+
+    def reason() -> str | None:
+        return decode_heads_sm90.why_not_tensors(tensors, (tensors["query"].pointer, tensors["query"].strides[0]))
+
+    assert reason() is None
+    tensors[name] = tensors[name]._replace(**change)
+    assert reason() is not None

@@ -123,9 +123,9 @@ VIOLATIONS = [
         for case in (PLAIN, SLOTS, WINDOW, ROPE)
         for value in (-1, -3, INT32_MIN)
     ),
-    Violation("past beyond the table", PLAIN, put("past_seqlens", 2, 48), CAPACITY.format(2, 48), (2,)),
-    Violation("chunk over the table's end", PLAIN, put("past_seqlens", 1, 46), CAPACITY.format(1, 46), (1,)),
-    Violation("past far beyond", WINDOW, put("past_seqlens", 0, INT32_MAX), CAPACITY.format(0, INT32_MAX), (0,)),
+    Violation("past beyond the table", PLAIN, put("past_seqlens", 2, 48), CAPACITY.format(2, 49), (2,)),
+    Violation("chunk over the table's end", PLAIN, put("past_seqlens", 1, 46), CAPACITY.format(1, 50), (1,)),
+    Violation("past far beyond", WINDOW, put("past_seqlens", 0, INT32_MAX), CAPACITY.format(0, INT32_MAX + 3), (0,)),
     *(
         Violation(
             f"block {value}",
