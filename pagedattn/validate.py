@@ -329,9 +329,12 @@ def rotary_needs_caches(call: Call) -> str | None:
 # ---- types -------------------------------------------------------------------------------------------------------
 
 
+FLOATS = tuple(dtype.numpy for dtype in contract.TYPES["T"])
+
+
 @rule
 def types_match(call: Call) -> str | None:
-    """The first tensor of T, and of T_CACHE, fixes the type for the others."""
+    """The first tensor of T, and of T_CACHE, fixes the type for the others; an unquantized cache has that of T."""
     fixed: dict[str, tuple[np.dtype[Any], str]] = {}
     for row in _TENSOR_ROWS:
         if not call.has(row.name):
@@ -341,6 +344,11 @@ def types_match(call: Call) -> str | None:
         if got not in [dtype.numpy for dtype in allowed]:
             names = " or ".join(name_of(dtype.numpy) for dtype in allowed)
             return expected(row.name, f"element type {names}", name_of(got))
+        activations, _ = fixed.get("T", (got, ""))
+        if row.type == "T_CACHE" and got in FLOATS and got != activations:
+            return expected(
+                row.name, f"element type {name_of(activations)}, that of query, or a quantized type", name_of(got)
+            )
         if row.type in ("T", "T_CACHE"):
             want, who = fixed.setdefault(row.type, (got, row.name))
             if got != want:
@@ -385,12 +393,6 @@ def quantization_consistent(call: Call) -> str | None:
             return expected(quant_type, f"PER_TENSOR or PER_CHANNEL, because {cache} is {call.cache_dtype}", "NONE")
         if not quantized and kind != "NONE":
             return expected(quant_type, f"NONE, because {cache} is {call.cache_dtype}", kind)
-        if not quantized and call.tensors[cache].dtype != call.tensors["query"].dtype:
-            return expected(
-                cache,
-                f"element type {name_of(call.tensors['query'].dtype)}, that of query, or a quantized type",
-                name_of(call.tensors[cache].dtype),
-            )
         if kind != "NONE" and not call.has(scale):
             return f"{scale}: required by {quant_type} = {kind}, got none."
         if kind == "NONE" and call.has(scale):

@@ -271,7 +271,7 @@ RULES = [
         "v_quant_type: expected NONE, because value_cache is float16, got PER_CHANNEL.",
     ),
     Refused(
-        "quantization_consistent",
+        "types_match",
         "plain",
         {
             "key_cache": lambda x: x.astype(ml_dtypes.bfloat16),
