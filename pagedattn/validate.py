@@ -329,13 +329,12 @@ def rotary_needs_caches(call: Call) -> str | None:
 # ---- types -------------------------------------------------------------------------------------------------------
 
 
-FLOATS = tuple(dtype.numpy for dtype in contract.TYPES["T"])
-
-
 @rule
 def types_match(call: Call) -> str | None:
     """The first tensor of T, and of T_CACHE, fixes the type for the others; an unquantized cache has that of T."""
     fixed: dict[str, tuple[np.dtype[Any], str]] = {}
+    activations = call.tensors["query"].dtype
+    unquantized = [dtype.numpy for dtype in contract.TYPES["T"]]
     for row in _TENSOR_ROWS:
         if not call.has(row.name):
             continue
@@ -344,8 +343,7 @@ def types_match(call: Call) -> str | None:
         if got not in [dtype.numpy for dtype in allowed]:
             names = " or ".join(name_of(dtype.numpy) for dtype in allowed)
             return expected(row.name, f"element type {names}", name_of(got))
-        activations, _ = fixed.get("T", (got, ""))
-        if row.type == "T_CACHE" and got in FLOATS and got != activations:
+        if row.type == "T_CACHE" and got in unquantized and got != activations:
             return expected(
                 row.name, f"element type {name_of(activations)}, that of query, or a quantized type", name_of(got)
             )

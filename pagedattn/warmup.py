@@ -39,7 +39,7 @@ class _Recorder:
 
 
 def kernels_of(problem: Problem, capability: int, backend: str | None = None) -> list[Compilation]:
-    """Kernels that a problem needs, as they would be compiled for a compute capability.
+    """Kernels that a problem needs, as they would be compiled for a compute capability; some may be there twice.
 
     Of a problem with one new token a sequence, those that smaller and larger batches need as well.
 
@@ -59,7 +59,7 @@ def kernels_of(problem: Problem, capability: int, backend: str | None = None) ->
         if problem.token_count == problem.batch_size:
             for size in BATCH_SIZES:
                 plan(replace(problem, token_count=size, batch_size=size), recorder)
-    return list(dict.fromkeys(recorder.loaded))
+    return recorder.loaded
 
 
 def warm_up(

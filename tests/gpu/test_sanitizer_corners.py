@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.faults.targets import Target
-from tests.kernels.test_matrix import TARGETS, check_backend
+from tests.kernels.test_matrix import ON_HOPPER, TARGETS, check_backend, needs_hopper
 from tests.support.cases import CORNER, EIGHT_HEADS, SMOKE, Case
 
 from .decoding import Decoder, Model
@@ -22,10 +22,10 @@ def test_corner(cupy, target: Target, case: Case) -> None:
     check_backend(target, case)
 
 
-@pytest.mark.skipif(not any(t.arch == 90 for t in GPU_TARGETS), reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize("case", EIGHT_HEADS, ids=str)
 def test_all_heads_at_a_time(cupy, case: Case) -> None:
-    check_backend(next(t for t in GPU_TARGETS if t.backend == "decode"), case)
+    check_backend(ON_HOPPER["decode"], case)
 
 
 @pytest.mark.parametrize(

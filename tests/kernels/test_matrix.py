@@ -25,6 +25,9 @@ from tests.support.compare import verify
 
 # Every CUDA backend: on a GPU where there is one, and emulated where the sources can be built for the CPU.
 TARGETS = [target for target in all_targets() if target.row.min_arch]
+# Hopper has kernels of its own beside those of all others.
+ON_HOPPER = {target.backend: target for target in TARGETS if target.on_gpu and target.arch == 90}
+needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU, which has two kernels")
 # The emulator is some thousand times slower than a GPU; the whole grid runs there on request.
 WIDE = os.environ.get("PAGEDATTN_GRID") == "1"
 
@@ -66,27 +69,23 @@ def test_backend_is_right_or_refuses(target: Target, case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not any(t.on_gpu and t.arch == 90 for t in TARGETS), reason="needs a Hopper GPU, which has two kernels"
-)
+@needs_hopper
 @pytest.mark.parametrize(("backend", "module"), [("flash", flash_prefill), ("latent", latent_mla)])
 @pytest.mark.parametrize("case", [case for case in SMOKE + CORNER + grid() + sizes() if case.io != "float32"], ids=str)
 def test_it_is_right_without_hopper_too(
     case: Case, backend: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FORCE_SM80", True)
-    check_backend(next(t for t in TARGETS if t.on_gpu and t.backend == backend), case)
+    check_backend(ON_HOPPER[backend], case)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not any(t.on_gpu and t.arch == 90 for t in TARGETS), reason="needs a Hopper GPU, which has two kernels"
-)
+@needs_hopper
 @pytest.mark.parametrize("by_heads", [True, False])
 @pytest.mark.parametrize("case", EIGHT_HEADS, ids=str)
 def test_all_heads_at_a_time(case: Case, by_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", by_heads)
-    check_backend(next(t for t in TARGETS if t.on_gpu and t.backend == "decode"), case)
+    check_backend(ON_HOPPER["decode"], case)
 
 
 def check_backend(target: Target, case: Case) -> None:
