@@ -59,21 +59,26 @@ template <WriteCacheSpec S> struct RowShape {
   static __device__ __forceinline__ int channel(int lane, int step) { return 8 * (lane + step * kLanes); }
 };
 
-template <WriteCacheSpec S>
-__device__ __forceinline__ void load_row(float (&x)[8 * RowShape<S>::kSteps], const element_t<S.io>* g_row, int lane, bool exists) {
-  using Io = element_t<S.io>;
+// A row as it lies in memory.
+template <WriteCacheSpec S> struct Words {
+  Vector16 vectors[RowShape<S>::kSteps];
+
+  __device__ __forceinline__ void load(const element_t<S.io>* g_row, int lane, bool exists) {
 #pragma unroll
-  for (int step = 0; step < RowShape<S>::kSteps; ++step) {
-    const int channel = RowShape<S>::channel(lane, step);
-    Vector16 v{};
-    if (exists && channel < S.head_size) v = load_8(g_row + channel);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[8 * step + 2 * i] = low_of<Io>(v.word[i]);
-      x[8 * step + 2 * i + 1] = high_of<Io>(v.word[i]);
+    for (int step = 0; step < RowShape<S>::kSteps; ++step) {
+      const int channel = RowShape<S>::channel(lane, step);
+      vectors[step] = exists && channel < S.head_size ? load_8(g_row + channel) : Vector16{};
     }
   }
-}
+  __device__ __forceinline__ void unpack(float (&x)[8 * RowShape<S>::kSteps]) const {
+    using Io = element_t<S.io>;
+#pragma unroll
+    for (int i = 0; i < 4 * RowShape<S>::kSteps; ++i) {
+      x[2 * i] = low_of<Io>(vectors[i / 4].word[i % 4]);
+      x[2 * i + 1] = high_of<Io>(vectors[i / 4].word[i % 4]);
+    }
+  }
+};
 
 template <WriteCacheSpec S>
 __device__ __forceinline__ void normalize_row(float (&x)[8 * RowShape<S>::kSteps], const void* g_weight, float epsilon, int lane) {
@@ -162,16 +167,29 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
   }
   const int token = static_cast<int>(blockIdx.x / p.row_chunks);
   const int chunk = static_cast<int>(blockIdx.x % p.row_chunks);
+  const int lane = threadIdx.x % Shape::kLanes;
+  const int query_rows = p.query_out != nullptr ? p.num_heads : 0;
+  const int rows = query_rows + p.kv_num_heads * (p.value != nullptr ? 2 : 1);
+  const auto head_of = [&](int row) { return row < query_rows ? row : (row - query_rows) % p.kv_num_heads; };
+  const auto load = [&](Words<S>& words, int row) {
+    const bool is_query = row < query_rows;
+    const bool is_key = !is_query && row < query_rows + p.kv_num_heads;
+    const Io* g_source = is_query ? static_cast<const Io*>(p.query) + token * p.query_stride
+                         : is_key ? static_cast<const Io*>(p.key) + token * p.key_stride
+                                  : static_cast<const Io*>(p.value) + token * p.value_stride;
+    words.load(g_source + static_cast<int64_t>(head_of(row)) * S.head_size, lane, row < rows);
+  };
+  // A CTA waits for memory, so its first row is on its way while the slot is looked up, and each next one while a row is worked on.
+  Words<S> next;
+  load(next, chunk * Shape::kRows + static_cast<int>(threadIdx.x) / Shape::kLanes);
+
   const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
   if (!sequence.is_active()) return;
   const Slot slot = slot_of_token(p.slot_mapping, p.blocks, sequence, token);
   const int64_t table_row =
       p.rotary.cos_cache != nullptr ? rotary_row(p.rotary, position_of_token(p.sequences, sequence, token)) : 0;
 
-  const int lane = threadIdx.x % Shape::kLanes;
   float* s_row = shared_memory<float>() + (threadIdx.x / Shape::kLanes) * S.head_size;
-  const int query_rows = p.query_out != nullptr ? p.num_heads : 0;
-  const int rows = query_rows + p.kv_num_heads * (p.value != nullptr ? 2 : 1);
 
   // Trip counts are the same for a whole CTA, so that every lane reaches the shuffles and barriers of a warp.
   for (int first = chunk * Shape::kRows; first < rows; first += p.row_chunks * Shape::kRows) {
@@ -179,13 +197,10 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
     const bool exists = row < rows;
     const bool is_query = row < query_rows;
     const bool is_key = !is_query && row < query_rows + p.kv_num_heads;
-    const int head = is_query ? row : (row - query_rows) % p.kv_num_heads;
-    const Io* g_source = is_query ? static_cast<const Io*>(p.query) + token * p.query_stride
-                         : is_key ? static_cast<const Io*>(p.key) + token * p.key_stride
-                                  : static_cast<const Io*>(p.value) + token * p.value_stride;
-
+    const int head = head_of(row);
     float x[8 * Shape::kSteps];
-    load_row<S>(x, g_source + static_cast<int64_t>(head) * S.head_size, lane, exists);
+    next.unpack(x);
+    load(next, row + p.row_chunks * Shape::kRows);
 
     // Value rows go through the motions of norm and rotation, whose shuffles need the whole warp, and keep their own x.
     if (p.q_norm_weight != nullptr || p.rotary.cos_cache != nullptr) {
