@@ -2,7 +2,7 @@
 // each, and reads what all of them have of a block as one run of bytes: memory gives whole blocks faster than the rows of one head.
 //
 //   grid    x: work x head_tiles + head tile. Works are splits of tokens, the longest first, and then nothing (see find_work)
-//   CTA     S.heads warps that compute, and one that loads
+//   CTA     S.heads warps that compute, and a warpgroup of which one warp loads: warpgroups are what shares out registers
 //   reads   query once; key and value rows that the token admits once
 //   writes  output and lse where there is one split or none; else acc and lse of this split, which the last warp of a token's
 //           kv head to finish merges (when there are counters), or combine_splits.cu
@@ -18,6 +18,7 @@
 #include <pagedattn/key_fragments.cuh>
 #include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/ptx/opaque.cuh>
+#include <pagedattn/ptx/setmaxnreg.cuh>
 #include <pagedattn/ptx/tma.cuh>
 #include <pagedattn/row_tiles.cuh>
 #include <pagedattn/softmax.cuh>
@@ -65,7 +66,13 @@ template <DecodeHeadsSm90Spec S> struct DecodeHeads {
   using F = KeyFragments<S.io, S.cache, S.head_size>;
   using Math = typename F::Math;
   static constexpr bool kRaw = S.cache == DType::i8 || S.cache == DType::i4;  // keys, whose scores have an offset then
-  static constexpr int kThreads = (S.heads + 1) * kWarpSize;
+  static constexpr int kWarpgroup = 128;
+  static constexpr int kThreads = S.heads * kWarpSize + kWarpgroup;
+  static constexpr int kCtas = 2;  // of a multiprocessor
+  static constexpr int kLoadRegisters = 32;
+  static constexpr int kComputeRegisters = 104;
+  static_assert(kLoadRegisters * kWarpgroup + kComputeRegisters * S.heads * kWarpSize <= ptx::start_registers(kCtas * kThreads) * kThreads,
+                "more would wait forever");
   static constexpr int kWorkBytes = 256;
   static constexpr int kSlice = 16;
   static constexpr int kSlices = S.tile_keys / kSlice;
@@ -144,6 +151,14 @@ template <DecodeHeadsSm90Spec S> struct DecodeHeads {
   }
 };
 
+// Tiles of a split, and where the one starts that has `left` tiles from it on.
+template <DecodeHeadsSm90Spec S> __device__ __forceinline__ int tiles_of(const KeyRange& range) {
+  return ceil_div(range.end - range.begin / DecodeHeads<S>::kSlice * DecodeHeads<S>::kSlice, S.tile_keys);
+}
+template <DecodeHeadsSm90Spec S> __device__ __forceinline__ int tile_key(const KeyRange& range, int left) {
+  return range.begin / DecodeHeads<S>::kSlice * DecodeHeads<S>::kSlice + (tiles_of<S>(range) - left) * S.tile_keys;
+}
+
 // The warp that loads: keys and values of each tile as soon as the unit is free. It looks up a batch of 32 blocks at a time, one
 // batch ahead.
 template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void load_tiles(const DecodeHeadsSm90Params& p, const Work& own, int first_head) {
@@ -151,7 +166,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void load_tiles(cons
   constexpr int kBatch = kWarpSize / D::kSlices;  // tiles
   const KeyRange range = own.keys(p.partials);
   const int first = range.begin / D::kSlice * D::kSlice;
-  const int tiles = ceil_div(range.end - first, S.tile_keys);
+  const int tiles = tiles_of<S>(range);
   const KvHead<S.cache> keys(p.key_cache, first_head);
   const KvHead<S.cache> values(p.value_cache, first_head);
   const auto key_of_lane = [&](int first_tile) {
@@ -416,7 +431,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
   {
     const KeyRange range = own.keys(p.partials);
     const int first = range.begin / D::kSlice * D::kSlice;
-    tiles = ceil_div(range.end - first, S.tile_keys);
+    tiles = tiles_of<S>(range);
 #pragma unroll 4
     for (int key = first + D::kSlice * lane; key < range.end; key += D::kSlice * kWarpSize) {
       complete = block_of_position(p.blocks, own.sequence.index, key) != kUnmapped && complete;
@@ -431,24 +446,22 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
 
   const int key_offset = ptx::opaque(D::key_offset());
   const int value_offset = ptx::opaque(D::value_offset());
-  const int flags = ptx::opaque(lane % 4 + (complete ? 4 : 0));
+  int flags = lane % 4 + (complete ? 4 : 0) + 8;  // which lane of four; whether all blocks are mapped; whether this is the first tile
   float acc[D::kSteps][4] = {};
   SoftmaxState state[2];
-  int slot = 0;
-  uint32_t parity = 0;
+  int turn = 0;  // slot, or after an odd number of rounds slot + S.units
+  const auto slot_of_turn = [&] { return turn >= S.units ? turn - S.units : turn; };
   const auto release = [&] {  // each lane for itself, because compute-sanitizer does not see that one speaks for a warp
-    ptx::mbarrier_arrive(D::s_empty() + slot);
-    if (++slot == S.units) {
-      slot = 0;
-      parity ^= 1;
-    }
+    ptx::mbarrier_arrive(D::s_empty() + slot_of_turn());
+    turn = turn + 1 == 2 * S.units ? 0 : turn + 1;
   };
 
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    ptx::mbarrier_wait(D::s_full() + slot, parity);
+  for (; tiles > 0; --tiles) {
+    flags = ptx::opaque(flags);
+    ptx::mbarrier_wait(D::s_full() + slot_of_turn(), turn >= S.units);
     float scores[D::kSlices][4] = {};
-    const unsigned char* s_keys = D::s_unit(slot);
+    const unsigned char* s_keys = D::s_unit(slot_of_turn());
     const int other_key_offset = ptx::opaque(key_offset) ^ 64;
 #pragma unroll
     for (int slice = 0; slice < D::kSlices; ++slice) {
@@ -483,10 +496,11 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
         if constexpr (D::kRaw) scores[slice][i] -= lines[i % 2].offset;
       }
     }
-    const bool masked = !(flags & 4) || tile == 0 || tile == tiles - 1;
+    const bool masked = (flags & 12) != 4 || tiles == 1;
+    flags &= 7;
     if (masked) {
       const KeyRange range = own.keys(p.partials);
-      const int key = range.begin / D::kSlice * D::kSlice + tile * S.tile_keys;
+      const int key = tile_key<S>(range, tiles);
       const uint32_t loaded = loaded_slices<S>(p, own, range, key);
 #pragma unroll
       for (int slice = 0; slice < D::kSlices; ++slice) {
@@ -534,13 +548,13 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
       }
     }
 
-    ptx::mbarrier_wait(D::s_full() + slot, parity);
-    unsigned char* s_values = D::s_unit(slot);
+    ptx::mbarrier_wait(D::s_full() + slot_of_turn(), turn >= S.units);
+    unsigned char* s_values = D::s_unit(slot_of_turn());
     const int other_value_offset = ptx::opaque(value_offset) ^ 32;
     uint32_t loaded = D::kAllSlices;
     if (masked) {
       const KeyRange range = own.keys(p.partials);
-      const int key = range.begin / D::kSlice * D::kSlice + tile * S.tile_keys;
+      const int key = tile_key<S>(range, tiles);
       loaded = loaded_slices<S>(p, own, range, key);
       for (int slice = 0; slice < D::kSlices; ++slice) {
         if (loaded >> slice & 1u) {
@@ -680,7 +694,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ const Work& find_wor
 }
 
 template <DecodeHeadsSm90Spec S>
-__global__ void __launch_bounds__(DecodeHeads<S>::kThreads, 2) decode_heads_sm90(const __grid_constant__ DecodeHeadsSm90Params p) {
+__global__ void __launch_bounds__(DecodeHeads<S>::kThreads, DecodeHeads<S>::kCtas) decode_heads_sm90(const __grid_constant__ DecodeHeadsSm90Params p) {
   static_assert(S.tile_keys % 16 == 0 && S.units >= 2, "a tile is whole slices; keys and values of one fit the ring");
   static_assert(is_quantized(S.cache) || S.cache == S.io, "an unquantized cache holds the io type");
   using D = DecodeHeads<S>;
@@ -703,9 +717,12 @@ __global__ void __launch_bounds__(DecodeHeads<S>::kThreads, 2) decode_heads_sm90
     return;
   }
   const int first_head = head_tile * S.heads;
-  if (threadIdx.x / kWarpSize == S.heads) {
-    load_tiles<S>(p, own, first_head);
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);  // the same in all lanes, visibly
+  if (warp >= S.heads) {
+    ptx::decrease_registers<D::kLoadRegisters>();
+    if (warp == S.heads) load_tiles<S>(p, own, first_head);
   } else {
+    ptx::increase_registers<D::kComputeRegisters>();
     attend<S>(p, own, first_head);
   }
 }

@@ -68,8 +68,8 @@ PARAMS = params(
 
 
 def threads(spec: DecodeHeadsSm90Spec) -> int:
-    """Threads of a CTA: a warp for each kv head, and one that loads."""
-    return 32 * (spec.heads + 1)
+    """Threads of a CTA: a warp for each kv head, and a warpgroup of which one warp loads."""
+    return 32 * spec.heads + 128
 
 
 def unit_bytes(spec: DecodeHeadsSm90Spec) -> int:
