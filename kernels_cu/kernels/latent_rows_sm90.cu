@@ -12,10 +12,11 @@
 //           ring and queries
 //
 // Workers take tiles of 64 keys in turn, each with a softmax and a reference of its own, and are merged in the end: nothing is
-// exchanged in the loop. With 64 rows the sums do not fit the registers of one, and two are a team:
+// exchanged in the loop. With 64 rows the sums do not fit the registers of one, and two are a team, where each makes the weights of
+// every second tile and hands them to the other one:
 //
-//   16, 32 rows   worker w   K[w] q | softmax | V[w] p[w]            | K[w + workers] q ...   all value channels
-//   64 rows       worker w   K[w] q | softmax | V[0] p[0] | V[1] p[1] | K[w + 2] q ...         half w of them
+//   16, 32 rows   worker w   K[i] q |                   softmax | V[i] p[i] | K[i + workers] q ...   all value channels
+//   64 rows       worker w   K[i] q | V[i - 1] p[i - 1] | softmax | V[i] p[i] | K[i + 2] q ...        half w of them
 //
 // A tile comes in thirds of three channel groups, each [64 keys / 8][3 groups] atoms of 8 rows of 64 channels, which the copy engine
 // swizzles. Where the cache has the io type the tensor cores read K and V^T from there. Codes become float16 without their scale,
@@ -76,16 +77,16 @@ constexpr int kSlotGroups = 3;
 constexpr int kSlotsOfTile = kHeadSize / kGroupChannels / kSlotGroups;
 constexpr int kValueGroups = kValueSize / kGroupChannels;  // and products of 64 channels
 constexpr int kSteps = 4;                                  // of 16 channels of a group, or of 16 keys of a tile
-constexpr int kMostWorkers = 3;
 constexpr int kWorkerWarps = kWarpgroup / kWarpSize;
+constexpr int kTeamBuffers = 3;  // tiles whose weights a team has at a time
 constexpr int kLoadRegisters = 40;
 constexpr int kQueryRowBytes = 2 * kGroupChannels;
 constexpr int kWeightRowBytes = 2 * kTileKeys;
 constexpr int kUnmappedTiles = 8;              // tiles that are being loaded or computed at a time, at most
 constexpr int kOutputStride = kValueSize + 4;  // floats, so that four rows start in different banks
 
-// Named barriers: of all workers, of each team, of each worker.
-enum Barrier { kNone, kAllWorkers, kTeams, kOwn = kTeams + kMostWorkers };
+// Named barriers: of all workers, of each worker.
+enum Barrier { kNone, kAllWorkers, kOwn };
 
 // One piece of work.
 struct Work {
@@ -126,22 +127,32 @@ template <LatentRowsSm90Spec S> struct Shape {
   static constexpr int kScores = kRows / 2;         // of a thread: in each row tile two rows and two keys (or channels)
   static constexpr int kLaneRows = 2 * kRowTiles;
   static constexpr int kTeam = S.rows > 32 ? 2 : 1;  // workers that share tiles, because one has no registers for all channels
-  static constexpr int kTeamThreads = kTeam * kWarpgroup;
   static constexpr int kTeams = kWorkers / kTeam;
+  static constexpr int kWeightBuffers = kTeam > 1 ? kTeamBuffers : 2 * kWorkers;
   static constexpr int kOwnGroups = kValueGroups / kTeam;  // of value channels of a worker
   static_assert(kLoadRegisters + kWorkers * kComputeRegisters <= (kWorkers + 1) * ptx::start_registers(kThreads),
                 "more would wait forever");
+  static_assert(kTeam == 1 || kTeam == kWorkers, "one team, or none");
   static_assert(S.slots * kSlotBytes + kQueryBytes >= kTeams * kRows * kOutputStride * 4, "the output takes the place of ring and queries");
   static_assert(S.slots / kSlotsOfTile + 2 <= kUnmappedTiles, "a tile's bits are read before they are written again");
 };
+
+// A score times `factor` plus `shift` is the exponent of its weight.
+struct RowScale {
+  float factor;  // takes q . k to a score in base 2
+  float shift;   // the reference, negative, in base 2; kNoShift where there is none
+};
+constexpr float kNoShift = 1e38f;  // any score goes too far, and none that is masked
 
 // What threads tell each other about rows.
 template <int kRows, int kWorkers> struct alignas(16) RowStatistics {
   float factor[kRows];                             // takes q . k to a score: in base 2, unless rules come between
   KeyRange admitted[kRows];                        // cut to the split
-  float reference[kWorkers][kWorkerWarps][kRows];  // near the maximum of q . k as it comes; the same in all warps of a team
+  RowScale scale[kWorkers][kWorkerWarps][kRows];   // with this reference:
+  float reference[kWorkers][kWorkerWarps][kRows];  // near the maximum of q . k as it comes; the same in all warps of a worker
   float of_warp[kWorkers][kWorkerWarps][kRows];    // maxima of q . k when a reference moves; sums of weights in the end
-  float result[kRows];                             // what the sums of values are multiplied by in the end
+  float moved_to[kTeamBuffers][kRows];             // of a team: references of a tile, where they
+  bool has_moved[kTeamBuffers];                    // have moved since the tile before
   uint32_t spoilt[ceil_div(kRows, 32)];            // a bit a row
   bool is_last;                                    // of the splits
 };
@@ -150,23 +161,27 @@ template <LatentRowsSm90Spec S> struct Shared {
   using F = Shape<S>;
   unsigned char* ring;
   unsigned char* query;
-  unsigned char* weights;  // [team][2][worker of the team]: those of the tiles before may still be multiplied
+  unsigned char* weights;  // [worker][2], or [kTeamBuffers]: those of the tiles before may still be multiplied
   RowStatistics<F::kRows, S.workers>* rows;
   Work* work;
   uint64_t* full;      // [slots], one arrival and the bytes: the third is there
   uint64_t* empty;     // [slots], an arrival of each warp that multiplies with the tile: the third is used up
-  uint64_t* put;       // an arrival of each thread of the workers: what it has summed up is there
+  uint64_t* ready;     // [kTeamBuffers], an arrival of each thread of a worker: weights are there, for the other one of the team
+  uint64_t* attended;  // an arrival of each thread of the workers: it reads ring and queries no more
+  uint64_t* put;       // the same: what it has summed up is there
   uint32_t* unmapped;  // [kUnmappedTiles] bit i: block i of the tile has nothing to see
 
   __device__ __forceinline__ Shared() {
     ring = swizzled_shared_memory();
     query = ring + S.slots * F::kSlotBytes;
     weights = query + F::kQueryBytes;
-    rows = reinterpret_cast<RowStatistics<F::kRows, S.workers>*>(weights + 2 * S.workers * F::kWeightBytes);
+    rows = reinterpret_cast<RowStatistics<F::kRows, S.workers>*>(weights + F::kWeightBuffers * F::kWeightBytes);
     work = reinterpret_cast<Work*>(rows + 1);
     full = reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(work) + round_up(sizeof(Work), 16));
     empty = full + S.slots;
-    put = empty + S.slots;
+    ready = empty + S.slots;
+    attended = ready + kTeamBuffers;
+    put = attended + 1;
     unmapped = reinterpret_cast<uint32_t*>(put + 1);
   }
 
@@ -174,6 +189,9 @@ template <LatentRowsSm90Spec S> struct Shared {
   __device__ __forceinline__ float* output_row(int team, int row) const {
     return reinterpret_cast<float*>(ring) + (team * F::kRows + row) * kOutputStride;
   }
+
+  // What a row's sums of values are multiplied by, from `Worker::finish_row` on: in the place of a sum of weights.
+  __device__ __forceinline__ float& result_of(int row) const { return rows->of_warp[0][0][row]; }
 
   // The highest of the workers' references, when all are done.
   __device__ __forceinline__ float reference_of(int row) const {
@@ -284,21 +302,27 @@ __device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, cons
   constexpr int kLaneVectors = ceil_div(kVectors, kWarpSize);
   constexpr int kWarps = F::kWorkerThreads / kWarpSize;
   constexpr int kWarpRows = ceil_div(F::kRows, kWarps);
+  constexpr int kTogether = 2;  // while the next ones are on their way
+  static_assert(kWarpRows % kTogether == 0, "those after the last ones do not exist");
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
 
-  Vector16 words[kWarpRows][kLaneVectors] = {};
+  Vector16 next[kTogether][kLaneVectors];
+  const auto load = [&](int first) {
 #pragma unroll
-  for (int r = 0; r < kWarpRows; ++r) {
-    const int row = warp + r * kWarps;
-    if (row >= tile.rows) continue;
-    const Io* g_row = static_cast<const Io*>(p.query) + tile.token(row) * p.query_stride + tile.head_in_group(row) * kHeadSize;
+    for (int r = 0; r < kTogether; ++r) {
+      const int row = warp + (first + r) * kWarps;
+      const bool exists = row < tile.rows;
+      const Io* g_row = static_cast<const Io*>(p.query);
+      if (exists) g_row += tile.token(row) * p.query_stride + tile.head_in_group(row) * kHeadSize;
 #pragma unroll
-    for (int i = 0; i < kLaneVectors; ++i) {
-      const int vector = lane + i * kWarpSize;
-      if (vector < kVectors) words[r][i] = reinterpret_cast<const Vector16*>(g_row)[vector];
+      for (int i = 0; i < kLaneVectors; ++i) {
+        const int vector = lane + i * kWarpSize;
+        next[r][i] = exists && vector < kVectors ? reinterpret_cast<const Vector16*>(g_row)[vector] : Vector16{};
+      }
     }
-  }
+  };
+  load(0);
   float scale[F::kCodes ? kLaneVectors : 1][8] = {};  // of the channels, relative to the largest of all
   float top_scale = 0.0f;
   if constexpr (F::kCodes) {
@@ -332,48 +356,58 @@ __device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, cons
     }
   }
 
+#pragma unroll 1  // instructions that a CTA meets for the first time come slowly
+  for (int first = 0; first < kWarpRows; first += kTogether) {
+    Vector16 words[kTogether][kLaneVectors];
 #pragma unroll
-  for (int r = 0; r < kWarpRows; ++r) {
-    const int row = warp + r * kWarps;
-    if (F::kRows % kWarps != 0 && row >= F::kRows) break;
-    unsigned char* s_row = shared.query + row * kQueryRowBytes;
-    float factor = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
-    if constexpr (F::kCodes) {
-      float x[kLaneVectors][8];
-      float top = 0.0f;
+    for (int r = 0; r < kTogether; ++r) {
 #pragma unroll
-      for (int i = 0; i < kLaneVectors; ++i) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const uint32_t word = words[r][i].word[j / 2];
-          x[i][j] = scale[i][j] * (j % 2 == 0 ? low_of<Io>(word) : high_of<Io>(word));
-          top = finite_top(top, x[i][j]);
-        }
-      }
-      const int exponent = exponent_of_row(group_max<kWarpSize>(top));
-      const float inverse = power_of_two(-exponent);
-      factor *= top_scale * power_of_two(exponent);
-#pragma unroll
-      for (int i = 0; i < kLaneVectors; ++i) {
-        const int vector = lane + i * kWarpSize;
-        if (vector >= kVectors) continue;
-        // Channels 16 t + 4 s + 2 h, + 1 of a group are k = 8 h + 2 t, + 1 of step s: what lane t of K has there.
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          const int unit = 4 * (vector % 2) + pair;
-          *reinterpret_cast<uint32_t*>(s_row + vector / 8 * F::kQueryGroupBytes + (unit ^ row % 8) * 16 + vector % 8 / 2 * 4) =
-              ptx::pack_2<__half>(x[i][2 * pair] * inverse, x[i][2 * pair + 1] * inverse);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kLaneVectors; ++i) {
-        const int vector = lane + i * kWarpSize;
-        if (vector >= kVectors) continue;
-        *reinterpret_cast<Vector16*>(s_row + vector / 8 * F::kQueryGroupBytes + (vector % 8 ^ row % 8) * 16) = words[r][i];
-      }
+      for (int i = 0; i < kLaneVectors; ++i) words[r][i] = next[r][i];
     }
-    if (lane == 0) shared.rows->factor[row] = factor;
+    load(first + kTogether);
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const int row = warp + (first + r) * kWarps;
+      if (F::kRows % kWarps != 0 && row >= F::kRows) break;
+      unsigned char* s_row = shared.query + row * kQueryRowBytes;
+      float factor = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
+      if constexpr (F::kCodes) {
+        float x[kLaneVectors][8];
+        float top = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kLaneVectors; ++i) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            const uint32_t word = words[r][i].word[j / 2];
+            x[i][j] = scale[i][j] * (j % 2 == 0 ? low_of<Io>(word) : high_of<Io>(word));
+            top = finite_top(top, x[i][j]);
+          }
+        }
+        const int exponent = exponent_of_row(group_max<kWarpSize>(top));
+        const float inverse = power_of_two(-exponent);
+        factor *= top_scale * power_of_two(exponent);
+#pragma unroll
+        for (int i = 0; i < kLaneVectors; ++i) {
+          const int vector = lane + i * kWarpSize;
+          if (vector >= kVectors) continue;
+          // Channels 16 t + 4 s + 2 h, + 1 of a group are k = 8 h + 2 t, + 1 of step s: what lane t of K has there.
+#pragma unroll
+          for (int pair = 0; pair < 4; ++pair) {
+            const int unit = 4 * (vector % 2) + pair;
+            *reinterpret_cast<uint32_t*>(s_row + vector / 8 * F::kQueryGroupBytes + (unit ^ row % 8) * 16 + vector % 8 / 2 * 4) =
+                ptx::pack_2<__half>(x[i][2 * pair] * inverse, x[i][2 * pair + 1] * inverse);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kLaneVectors; ++i) {
+          const int vector = lane + i * kWarpSize;
+          if (vector >= kVectors) continue;
+          *reinterpret_cast<Vector16*>(s_row + vector / 8 * F::kQueryGroupBytes + (vector % 8 ^ row % 8) * 16) = words[r][i];
+        }
+      }
+      if (lane == 0) shared.rows->factor[row] = factor;
+    }
   }
 }
 
@@ -421,7 +455,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) sum[r] = 0.0f;
-    for (int row = lane(); row < F::kRows; row += kWarpSize) shared.rows->reference[index][warp()][row] = negative_infinity();
+    for (int row = lane(); row < F::kRows; row += kWarpSize) refer(row, negative_infinity());
     __syncwarp();
   }
 
@@ -447,7 +481,9 @@ template <LatentRowsSm90Spec S> struct Worker {
   __device__ __forceinline__ void release(const Slot& tile, int first, int last) const {
     if (lane() != 0) return;
 #pragma unroll
-    for (int third = first; third < last; ++third) ptx::mbarrier_arrive(shared.empty + third_of(tile, third).stage);
+    for (int third = 0; third < kSlotsOfTile; ++third) {
+      if (third >= first && third < last) ptx::mbarrier_arrive(shared.empty + third_of(tile, third).stage);
+    }
   }
 
   // Clears keys that no token of the tile admits but that came with a block. Codes are cleared when they are read.
@@ -522,7 +558,7 @@ template <LatentRowsSm90Spec S> struct Worker {
   //   `load(group)`                Codes of a group
   //   `widen_step(a, codes, step)` the A operand of one step of them
   //   `multiply(group, step, a)`   issues the product
-  //   `done()`                     called when all codes are read
+  //   `done(group)`                called when the codes of a group are read
   template <int kGroups, class Load, class Widen, class Multiply, class Done>
   __device__ __forceinline__ static void multiply_widened(const Load& load, const Widen& widen_step, const Multiply& multiply,
                                                           const Done& done) {
@@ -534,7 +570,7 @@ template <LatentRowsSm90Spec S> struct Worker {
       if (first % kSteps == 0 && group + 1 < kGroups) codes[(group + 1) % 2] = load(group + 1);
 #pragma unroll
       for (int i = 0; i < F::kBatch; ++i) widen_step(a[first / F::kBatch % 2][i], codes[group % 2], first % kSteps + i);
-      if (first + F::kBatch == kGroups * kSteps) done();
+      if ((first + F::kBatch) % kSteps == 0) done(group);
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < F::kBatch; ++i) multiply(group, first % kSteps + i, a[first / F::kBatch % 2][i]);
@@ -557,7 +593,7 @@ template <LatentRowsSm90Spec S> struct Worker {
       const auto multiply = [&](int group, int step, const uint32_t (&a)[4]) {
         ptx::wgmma<Math, false>(scores, a, query_of(group, step), group + step != 0);
       };
-      multiply_widened<kGroups>(load, widen_keys, multiply, [] {});
+      multiply_widened<kGroups>(load, widen_keys, multiply, [](int) {});
     } else {
 #pragma unroll
       for (int third = 0; third < kSlotsOfTile; ++third) {
@@ -590,9 +626,11 @@ template <LatentRowsSm90Spec S> struct Worker {
       const auto multiply = [&](int m, int step, const uint32_t (&a)[4]) {
         ptx::wgmma<Math, false>(acc[m], a, ptx::descriptor_at(weights, 32 * step), 1);
       };
-      multiply_widened<F::kOwnGroups>(load, widen_values, multiply, [&] {
+      multiply_widened<F::kOwnGroups>(load, widen_values, multiply, [&](int m) {
+        const int group = first_group + m;
+        const int end = m + 1 == F::kOwnGroups ? kSlotsOfTile : (group + 1) / kSlotGroups;
         __syncwarp();  // all lanes have read
-        release(tile, 0, kSlotsOfTile);
+        release(tile, m == 0 ? 0 : group / kSlotGroups, end);
       });
     } else {
       ptx::wgmma_fence();
@@ -657,33 +695,39 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
-  __device__ __forceinline__ float& reference_of(int lane_row) const { return shared.rows->reference[index][warp()][row_of(lane_row)]; }
+  __device__ __forceinline__ float reference_of(int lane_row) const { return shared.rows->reference[index][warp()][row_of(lane_row)]; }
   __device__ __forceinline__ float factor_of(int lane_row) const { return S.has_rules ? 1.0f : shared.rows->factor[row_of(lane_row)]; }
+  // Sets a row's reference, for this warp.
+  __device__ __forceinline__ void refer(int row, float reference) const {
+    const float factor = S.has_rules ? 1.0f : shared.rows->factor[row];
+    shared.rows->reference[index][warp()][row] = reference;
+    shared.rows->scale[index][warp()][row] = {factor, reference == negative_infinity() ? kNoShift : -reference * factor};
+  }
 
-  // Scores to weights, as B operands of p . v. They are made with the reference that there is, and again where some row of some warp
-  // has gone too far beyond it: a team has one barrier a tile. When it is passed all warps have finished the products with the
-  // other buffer of weights, so that one may be written for the next tile.
-  __device__ __forceinline__ void weigh(const Scores& scores, unsigned char* s_weights) {
+  // Scores to weights, as B operands of p . v. They are made with the references that there are, and again where some row of some warp
+  // has gone too far beyond its own: a worker has one barrier a tile. Returns whether references have moved. When the
+  // barrier is passed, all warps have finished the products with the weights before these, so the next ones may take their place.
+  __device__ __forceinline__ bool weigh(const Scores& scores, unsigned char* s_weights) {
+    bool moved = false;
     float own_sum[F::kLaneRows];
     for (;;) {
-      bool far = false;
+      float top = negative_infinity();  // of exponents
       uint32_t words[F::kRowTiles][2];
 #pragma unroll
       for (int j = 0; j < F::kRowTiles; ++j) {
+        const float4 scale = reinterpret_cast<const float4*>(shared.rows->scale[index][warp()])[4 * j + lane() % 4];  // of rows 2 t, + 1
         float weights[4];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int r = 2 * j + c;
-          const float factor = factor_of(r);
-          const float reference = reference_of(r);
-          const float shift = reference == negative_infinity() ? 0.0f : -reference * factor;
-          far |= (fmaxf(scores[4 * j + c], scores[4 * j + 2 + c]) - reference) * factor > kSlack;
-          weights[c] = ptx::exp2_approximate(fmaf(scores[4 * j + c], factor, shift));
-          weights[2 + c] = ptx::exp2_approximate(fmaf(scores[4 * j + 2 + c], factor, shift));
-          own_sum[r] = weights[c] + weights[2 + c];
+        for (int i = 0; i < 4; ++i) {
+          const float exponent = i % 2 == 0 ? fmaf(scores[4 * j + i], scale.x, scale.y) : fmaf(scores[4 * j + i], scale.z, scale.w);
+          top = fmaxf(top, exponent);
+          weights[i] = ptx::exp2_approximate(exponent);
         }
-        words[j][0] = ptx::pack_2<Math>(weights[0], weights[1]);
-        words[j][1] = ptx::pack_2<Math>(weights[2], weights[3]);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          own_sum[2 * j + c] = weights[c] + weights[2 + c];
+          words[j][c] = ptx::pack_2<Math>(weights[2 * c], weights[2 * c + 1]);
+        }
       }
       const int row = lane() % 8;
 #pragma unroll
@@ -692,14 +736,16 @@ template <LatentRowsSm90Spec S> struct Worker {
         ptx::stmatrix_x4_transposed(s_row, words[j][0], words[j][1], words[j + 1][0], words[j + 1][1]);
       }
       ptx::fence_async_proxy();
-      if (!ptx::named_barrier_any(kTeams + team, F::kTeamThreads, far)) break;  // else the weights are visible to the tensor cores
+      if (!ptx::named_barrier_any(kOwn + index, kWarpgroup, top > kSlack)) break;  // else the weights are visible to the tensor cores
       move_references(scores);
+      moved = true;
     }
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) sum[r] += own_sum[r];
+    return moved;
   }
 
-  // Takes the references of all rows to the maximum of these scores, in all warps of the team alike, and what was summed up along.
+  // Takes the references of all rows to the maximum of these scores, in all warps of the worker alike, and what was summed up along.
   __device__ __forceinline__ void move_references(const Scores& scores) {
     auto& s_top = shared.rows->of_warp;
 #pragma unroll
@@ -709,20 +755,22 @@ template <LatentRowsSm90Spec S> struct Worker {
       for (int distance = 4; distance < kWarpSize; distance *= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, distance));
       if (lane() < 4) s_top[index][warp()][row_of(r)] = top;
     }
-    ptx::named_barrier_sync(kTeams + team, F::kTeamThreads);  // the maxima of all warps are there
+    ptx::named_barrier_sync(kOwn + index, kWarpgroup);  // the maxima of all warps are there
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
-      const float before = reference_of(r);
-      float top = before;
+      float top = reference_of(r);
 #pragma unroll
-      for (int w = 0; w < F::kTeam * kWorkerWarps; ++w) {
-        top = fmaxf(top, s_top[index - rank + w / kWorkerWarps][w % kWorkerWarps][row_of(r)]);
-      }
-      scale_row(r, factor_of_move(before, top, factor_of(r)));
-      __syncwarp();  // all lanes have read it
-      if (lane() < 4) reference_of(r) = top;
+      for (int w = 0; w < kWorkerWarps; ++w) top = fmaxf(top, s_top[index][w][row_of(r)]);
+      move_reference(r, top);
     }
     __syncwarp();  // the new ones are there
+  }
+
+  // All lanes of a warp call it together.
+  __device__ __forceinline__ void move_reference(int lane_row, float to) {
+    scale_row(lane_row, factor_of_move(reference_of(lane_row), to, factor_of(lane_row)));
+    __syncwarp();  // all lanes have read the one before
+    if (lane() < 4) refer(row_of(lane_row), to);
   }
 
   // Scales what was summed up of a row.
@@ -735,43 +783,87 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
-  // A round is a tile of each worker. All of a team go through the same rounds, for the sake of its barriers.
-  __device__ __forceinline__ void attend(int tile_count) {
-    Slot first;  // of the first tile of a round
-    int buffer = 0;
-    for (int i = 0; i + team < tile_count; i += F::kWorkers) {
-      Slot last = first, own = first;  // of its last tile, and of this worker's
+  // Masked scores of tile number `i`.
+  __device__ __forceinline__ void score(Scores& scores, const Slot& tile, int i) const {
+    const int tile_key = first_key + i * kTileKeys;
+    clear_outside(tile, tile_key);
+    multiply_keys(scores, tile);
+    if constexpr (S.has_rules) apply_rules(scores, tile_key);
+    mask(scores, tile_key, shared.unmapped + i % kUnmappedTiles);
+  }
+
+  // Every kWorkers-th tile.
+  __device__ __forceinline__ void attend_alone(int tile_count) {
+    Slot tile;
 #pragma unroll
-      for (int w = 1; w < F::kWorkers; ++w) {
-        last = third_of(last, kSlotsOfTile);
-        if (index >= w) own = last;
-      }
-      const int tile_key = first_key + i * kTileKeys;
-      const int own_key = tile_key + index * kTileKeys;
-      unsigned char* s_weights = shared.weights + (2 * team + buffer) * F::kTeam * F::kWeightBytes;
+    for (int w = 1; w < F::kWorkers; ++w) {
+      if (index >= w) tile = third_of(tile, kSlotsOfTile);
+    }
+    int buffer = 2 * index;
+    for (int i = index; i < tile_count; i += F::kWorkers) {
+      unsigned char* s_weights = shared.weights + buffer * F::kWeightBytes;
       float scores[F::kScores];
-      if (F::kTeam == 1 || i + index < tile_count) {
-        clear_outside(own, own_key);
-        multiply_keys(scores, own);
-        if constexpr (S.has_rules) apply_rules(scores, own_key);
-        mask(scores, own_key, shared.unmapped + (i + index) % kUnmappedTiles);
-      } else {
-#pragma unroll
-        for (int j = 0; j < F::kScores; ++j) scores[j] = negative_infinity();
-      }
-      weigh(scores, s_weights + rank * F::kWeightBytes);
-      if constexpr (F::kTeam == 1) {
-        multiply_values(own, own_key, s_weights);
-      } else {
-        see(first);
-        multiply_values(first, tile_key, s_weights);
-        if (i + 1 < tile_count) {
-          see(last);
-          multiply_values(last, tile_key + kTileKeys, s_weights + F::kWeightBytes);
-        }
-      }
-      first = third_of(last, kSlotsOfTile);
+      score(scores, tile, i);
+      weigh(scores, s_weights);
+      multiply_values(tile, first_key + i * kTileKeys, s_weights);
+      tile = third_of(tile, F::kWorkers * kSlotsOfTile);
       buffer ^= 1;
+    }
+  }
+
+  // Hands a tile's weights, and what they are relative to, to the other worker.
+  __device__ __forceinline__ void publish(int buffer, bool moved) const {
+    if (moved && warp() == 0) {
+      for (int row = lane(); row < F::kRows; row += kWarpSize) shared.rows->moved_to[buffer][row] = shared.rows->reference[index][0][row];
+    }
+    if (threadIdx.x % kWarpgroup == 0) shared.rows->has_moved[buffer] = moved;
+    ptx::mbarrier_arrive(shared.ready + buffer);
+  }
+  // Takes the references to those of weights that the other worker has handed over.
+  __device__ __forceinline__ void follow(int buffer) {
+    if (!shared.rows->has_moved[buffer]) return;
+#pragma unroll
+    for (int r = 0; r < F::kLaneRows; ++r) move_reference(r, shared.rows->moved_to[buffer][row_of(r)]);
+    __syncwarp();  // the new ones are there
+  }
+
+  // Every second tile's weights, and half of the channels of every tile. References go from tile to tile, so a worker weighs tile i when
+  // the other one has weighed tile i - 1, and one's softmax runs while the other one multiplies. Weights of tile i take the place of
+  // those of tile i - 3: this worker has multiplied with them before, and the other one before it weighed tile i - 1.
+  __device__ __forceinline__ void attend_in_team(int tile_count) {
+    Slot before, own;  // tiles i - 1 and i
+    if (index > 0) own = third_of(own, kSlotsOfTile);
+    Ring<kTeamBuffers> buffer_before, buffer;  // of weights
+    if (index > 0) buffer.advance();
+    for (int i = index; i <= tile_count; i += 2) {
+      const int tile_key = first_key + i * kTileKeys;
+      float scores[F::kScores];
+      if (i < tile_count) score(scores, own, i);
+      if (i > 0) {
+        ptx::mbarrier_wait(shared.ready + buffer_before.stage, buffer_before.parity);
+        follow(buffer_before.stage);
+        see(before);
+        multiply_values(before, tile_key - kTileKeys, shared.weights + buffer_before.stage * F::kWeightBytes);
+      }
+      if (i < tile_count) {
+        unsigned char* s_weights = shared.weights + buffer.stage * F::kWeightBytes;
+        publish(buffer.stage, weigh(scores, s_weights));
+        multiply_values(own, tile_key, s_weights);
+      }
+      before = third_of(own, kSlotsOfTile);
+      own = third_of(before, kSlotsOfTile);
+      buffer_before = buffer;
+      buffer_before.advance();
+      buffer = buffer_before;
+      buffer.advance();
+    }
+  }
+
+  __device__ __forceinline__ void attend(int tile_count) {
+    if constexpr (F::kTeam == 1) {
+      attend_alone(tile_count);
+    } else {
+      attend_in_team(tile_count);
     }
   }
 
@@ -784,11 +876,14 @@ template <LatentRowsSm90Spec S> struct Worker {
       for (int distance = 4; distance < kWarpSize; distance *= 2) own += __shfl_xor_sync(kFullWarp, own, distance);
       if (lane() < 4) shared.rows->of_warp[index][warp()][row_of(r)] = own;
     }
-    ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // the sums are there, and nobody reads ring and queries any more
+    // Not named barriers: compute-sanitizer takes what is done behind those for races.
+    ptx::mbarrier_arrive(shared.attended);
+    ptx::mbarrier_wait(shared.attended, 0);  // the sums of weights are there as well
     put();
     if (threadIdx.x < F::kRows) finish_row(threadIdx.x);
-    ptx::mbarrier_arrive(shared.put);  // not a named barrier: compute-sanitizer takes what is read behind that one for a race
+    ptx::mbarrier_arrive(shared.put);
     ptx::mbarrier_wait(shared.put, 0);
+    __syncwarp();  // named barriers, which are for whole warps, may follow
   }
 
   // What a row's sums of values are multiplied by, and its lse.
@@ -805,7 +900,7 @@ template <LatentRowsSm90Spec S> struct Worker {
       for (int w = 0; w < kWorkerWarps; ++w) state.row_sum += own_factor * shared.rows->of_warp[i][w][row];
     }
     const SoftmaxResult result = finalize(state, negative_infinity());
-    shared.rows->result[row] = result.factor;
+    shared.result_of(row) = result.factor;
     if (row >= work.tile.rows) return;
     const int token = work.tile.token(row);
     const int head = work.tile.head_in_group(row);
@@ -818,16 +913,20 @@ template <LatentRowsSm90Spec S> struct Worker {
 
   // Puts the sums in their place, relative to the reference of all teams.
   __device__ __forceinline__ void put() const {
+    const int g = lane() / 4;
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
       const float factor = factor_of_move(reference_of(r), shared.reference_of(row_of(r)), factor_of(r));
       float* s_row = shared.output_row(team, row_of(r)) + first_group * kGroupChannels + 16 * warp();
 #pragma unroll
       for (int m = 0; m < F::kOwnGroups; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int g = lane() / 4;
-          s_row[m * kGroupChannels + (F::kCodes ? 2 * g + half : g + 8 * half)] = acc[m][r / 2 * 4 + 2 * half + r % 2] * factor;
+        const float first = acc[m][r / 2 * 4 + r % 2] * factor;
+        const float second = acc[m][r / 2 * 4 + 2 + r % 2] * factor;
+        if constexpr (F::kCodes) {
+          *reinterpret_cast<float2*>(s_row + m * kGroupChannels + 2 * g) = {first, second};
+        } else {
+          s_row[m * kGroupChannels + g] = first;
+          s_row[m * kGroupChannels + g + 8] = second;
         }
       }
     }
@@ -847,7 +946,7 @@ __device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const 
   for (int j = 0; j < 8; ++j) scale[j] = scale_of<S.cache>(p.key_cache, 0, 8 * vector + j);
 #pragma unroll 2
   for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kWorkerThreads / kVectors) {
-    const float factor = shared.rows->result[row];
+    const float factor = shared.result_of(row);
     float x[8] = {};
 #pragma unroll
     for (int team = 0; team < F::kTeams; ++team) {  // in an order that does not change
@@ -947,6 +1046,8 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
       ptx::mbarrier_init(shared.full + i, 1);
       ptx::mbarrier_init(shared.empty + i, F::kTeam * kWorkerWarps);
     }
+    for (int i = 0; i < kTeamBuffers; ++i) ptx::mbarrier_init(shared.ready + i, kWarpgroup);
+    ptx::mbarrier_init(shared.attended, F::kWorkerThreads);
     ptx::mbarrier_init(shared.put, F::kWorkerThreads);
     ptx::mbarrier_init_fence();
     for (uint32_t& rows : shared.rows->spoilt) rows = 0;

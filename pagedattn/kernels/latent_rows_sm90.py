@@ -73,8 +73,9 @@ def slot_bytes(cache: DType) -> int:
 
 
 def fixed_bytes(rows: int, workers: int) -> int:
-    """All but the ring: queries, two buffers of weights for each worker, and what is small."""
-    row_bytes = 2 * (HEAD_SIZE + 2 * workers * TILE_KEYS) + 16 + workers * 32  # the latter is told about a row
+    """All but the ring: queries, buffers of weights, and what is small."""
+    buffers = 3 if rows > FEW_ROWS else 2 * workers
+    row_bytes = 2 * (HEAD_SIZE + buffers * TILE_KEYS) + 24 + workers * 64  # the latter is told about a row
     return rows * row_bytes + BARRIER_BYTES + ALIGNMENT_BYTES
 
 
