@@ -116,19 +116,6 @@ def narrow_heads(problem: Problem) -> str | None:
     return None if problem.head_size <= 256 else f"head_size {problem.head_size} is above 256"
 
 
-def decode_limits(problem: Problem) -> str | None:
-    """Head sizes up to 256, whose accumulators fit a warp's registers; windows without causality for last tokens.
-
-    Splits cover the keys of a window, which are all keys of a token only if causality or its place bounds them above.
-    """
-    p = problem
-    alone = p.token_count <= p.batch_size  # tokens are planned for one by one
-    last = not p.has_query_positions and min(p.query_len_bound, p.token_count) <= 1
-    if p.has_window and not p.is_causal and alone and not last:
-        return "is_causal = 0 with a window, for a token that may not be its sequence's last"
-    return narrow_heads(p)
-
-
 def decode_shaped(problem: Problem) -> bool:
     """One new token a sequence on average, or up to 8 by the metadata's bound or, without one, 4 on average.
 
@@ -154,7 +141,7 @@ DECODE = Row(
         Feature.INT4_CACHE: Yes("codes are widened in registers"),
         Feature.OUTPUT_QK: _NO_SCORES,
     },
-    limits=decode_limits,
+    limits=narrow_heads,
     prefers=decode_shaped,
     prefers_text="batches of about one new token a sequence",
 )

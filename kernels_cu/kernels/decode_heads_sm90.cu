@@ -151,6 +151,9 @@ template <DecodeHeadsSm90Spec S> struct DecodeHeads {
   }
 };
 
+// Whether a key lies below `end`. One past 2^31 has become negative, and does not.
+__device__ __forceinline__ bool is_below(int key, int end) { return static_cast<uint32_t>(key) < static_cast<uint32_t>(end); }
+
 // Tiles of a split, and where the one starts that has `left` tiles from it on.
 template <DecodeHeadsSm90Spec S> __device__ __forceinline__ int tiles_of(const KeyRange& range) {
   return ceil_div(range.end - range.begin / DecodeHeads<S>::kSlice * DecodeHeads<S>::kSlice, S.tile_keys);
@@ -174,7 +177,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void load_tiles(cons
   };
   const auto look_up = [&](int first_tile) {
     const int key = key_of_lane(first_tile);
-    return key < range.end ? block_of_position(p.blocks, own.sequence.index, key) : kUnmapped;
+    return is_below(key, range.end) ? block_of_position(p.blocks, own.sequence.index, key) : kUnmapped;
   };
   int next = look_up(0);
   ptx::wait_for_previous_kernel();  // which writes the cache
@@ -415,7 +418,7 @@ __device__ __forceinline__ uint32_t loaded_slices(const DecodeHeadsSm90Params& p
   using D = DecodeHeads<S>;
   const int slice = threadIdx.x % D::kSlices;
   const int key = tile_key + D::kSlice * slice;
-  const bool loaded = key < range.end && block_of_position(p.blocks, own.sequence.index, key) != kUnmapped;
+  const bool loaded = is_below(key, range.end) && block_of_position(p.blocks, own.sequence.index, key) != kUnmapped;
   return __ballot_sync(kFullWarp, loaded) & D::kAllSlices;
 }
 
@@ -433,7 +436,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
     const int first = range.begin / D::kSlice * D::kSlice;
     tiles = tiles_of<S>(range);
 #pragma unroll 4
-    for (int key = first + D::kSlice * lane; key < range.end; key += D::kSlice * kWarpSize) {
+    for (int key = first + D::kSlice * lane; is_below(key, range.end); key += D::kSlice * kWarpSize) {
       complete = block_of_position(p.blocks, own.sequence.index, key) != kUnmapped && complete;
     }
     complete = __all_sync(kFullWarp, complete);

@@ -32,11 +32,20 @@ def _tokens_share_keys(problem: Problem) -> bool:
 
 
 def _span(problem: Problem, tokens: int) -> int:
-    """Most keys that so many tokens of a sequence read together."""
+    """Most keys that so many neighbouring tokens of a sequence read together.
+
+    Without causality a token that is not its sequence's last one admits keys behind its window, too.
+    """
     p = problem
-    if p.has_window and not (tokens > 1 and (p.has_query_positions or not p.is_causal)):
-        return min(p.kv_len_bound, p.local_window_size + (tokens if tokens > 1 else 0))
-    return p.kv_len_bound
+    if not p.has_window:
+        return p.kv_len_bound
+    if not p.is_causal:
+        if p.has_query_positions:
+            return p.kv_len_bound
+        tokens = max(tokens, min(p.query_len_bound, p.token_count))
+    elif tokens > 1 and p.has_query_positions:
+        return p.kv_len_bound
+    return min(p.kv_len_bound, p.local_window_size + (tokens if tokens > 1 else 0))
 
 
 def _pays_by_heads(problem: Problem, executor: Executor[Function]) -> bool:

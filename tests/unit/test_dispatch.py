@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 import pytest
@@ -391,22 +390,3 @@ def test_the_numpy_path_imports_no_gpu_library():
         "assert not {'cupy', 'torch', 'onnx', 'cuda', 'platformdirs'} & set(sys.modules), sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "serves"),
-    [
-        ({}, False),
-        ({"metadata": True}, False),  # whose bound of new tokens is 4
-        ({"is_causal": True}, True),
-        ({"window": -1}, True),
-        ({"lengths": ((301, 1), (9, 1))}, False),
-        ({"lengths": ((301, 1), (9, 1)), "metadata": True}, True),
-        ({"lengths": ((301, 1), (9, 1)), "metadata": True, "positions": "own"}, False),
-    ],
-)
-def test_decode_leaves_windows_without_causality_to_others(changes: dict[str, Any], serves: bool) -> None:
-    """A token that is not its sequence's last one admits more keys than its window has."""
-    case = Case(lengths=((301, 4), (0, 0), (9, 0), (0, 0)), window=241, is_causal=False)
-    reason = why_not(support.DECODE, problem(replace(case, **changes)), 90)
-    assert (reason is None) == serves, reason

@@ -69,19 +69,23 @@ __device__ __forceinline__ Sequence sequence_of_token(const SequenceTable& table
   return s;
 }
 
-// The same for one thread alone.
+// The same for one thread alone. It probes what a warp probes, so that offsets which do decrease give the same sequence.
 __device__ __forceinline__ Sequence sequence_of_one_token(const SequenceTable& table, int token, int64_t capacity) {
-  int first = token < table.batch_size ? token : table.batch_size - 1;
-  Sequence s = read_sequence(table, first, capacity);
-  if (s.begin <= token && token - s.begin < s.q_len) return s;
-  first = 0;
-  for (int count = table.batch_size; count > 1;) {
-    const int half = count / 2;
-    const bool later = table.cumulative_sequence_length[first + half] <= token;
-    if (later) first += half;
-    count = later ? count - half : half;
+  if (token < table.batch_size) {
+    const Sequence s = read_sequence(table, token, capacity);
+    if (s.begin <= token && token - s.begin < s.q_len) return s;
   }
-  s = read_sequence(table, first, capacity);
+  int first = 0;
+  for (int count = table.batch_size; count > 1;) {
+    const int step = ceil_div(count, kWarpSize);
+    int last = 0;
+    for (int lane = 1; lane < kWarpSize && lane * step < count; ++lane) {
+      if (table.cumulative_sequence_length[first + lane * step] <= token) last = lane;
+    }
+    first += last * step;
+    count = min_of(step, count - last * step);
+  }
+  Sequence s = read_sequence(table, first, capacity);
   if (token < s.begin || token - s.begin >= s.q_len) s.q_len = 0;
   return s;
 }
