@@ -65,7 +65,6 @@ template <DecodeHeadsSm90Spec S> struct DecodeHeads {
   using Io = element_t<S.io>;
   using F = KeyFragments<S.io, S.cache, S.head_size>;
   using Math = typename F::Math;
-  static constexpr bool kRaw = S.cache == DType::i8 || S.cache == DType::i4;  // keys, whose scores have an offset then
   static constexpr int kWarpgroup = 128;
   static constexpr int kThreads = S.heads * kWarpSize + kWarpgroup;
   static constexpr int kCtas = 2;  // of a multiprocessor
@@ -227,14 +226,11 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void load_tiles(cons
   }
 }
 
-// A score, base 2, of a dot product.
-struct ScoreLine { float factor, offset; };
-
-// This lane's B operands of q . k, and how its two columns of products become scores: the keys of integer codes are raw
-// (widen.cuh). Rows beyond the group are zeros.
+// This lane's B operands of q . k, and what its two columns of products are to be multiplied by for scores in base 2. Rows beyond
+// the group are zeros.
 template <DecodeHeadsSm90Spec S>
 __device__ __forceinline__ void load_query(const DecodeHeadsSm90Params& p, int token, int kv_head, uint2 (&query)[DecodeHeads<S>::kSteps],
-                                           ScoreLine (&lines)[2]) {
+                                           float (&factor)[2]) {
   using D = DecodeHeads<S>;
   using F = typename D::F;
   const int row = threadIdx.x % kWarpSize / 4;
@@ -286,25 +282,14 @@ __device__ __forceinline__ void load_query(const DecodeHeadsSm90Params& p, int t
     for (int i = 0; i < D::kChannels; ++i) x[i] *= inverse;
     own_factor = power_of_two(exponent) * top_scale;
   }
-  float offset = 0.0f;
 #pragma unroll
   for (int step = 0; step < D::kSteps; ++step) {
-    uint32_t pairs[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const RawCodes raw = raw_codes<S.cache>(i);
-      pairs[i] = ptx::pack_2<typename D::Math>(x[D::query_element(step, 2 * i)] * (1.0f / raw.scale),
-                                               x[D::query_element(step, 2 * i + 1)] * (1.0f / raw.scale));
-      if constexpr (D::kRaw) offset += raw.offset * (low_of<typename D::Math>(pairs[i]) + high_of<typename D::Math>(pairs[i]));
-    }
-    query[step] = {pairs[0], pairs[1]};
+    const auto pair = [&](int i) { return ptx::pack_2<typename D::Math>(x[D::query_element(step, i)], x[D::query_element(step, i + 1)]); };
+    query[step] = {pair(0), pair(2)};
   }
   own_factor *= p.rules.scale * kLog2E;
-  if constexpr (D::kRaw) offset = group_sum<4>(offset) * own_factor;
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    lines[e] = {__shfl_sync(kFullWarp, own_factor, 4 * D::row(e)), D::kRaw ? __shfl_sync(kFullWarp, offset, 4 * D::row(e)) : 0.0f};
-  }
+  for (int e = 0; e < 2; ++e) factor[e] = __shfl_sync(kFullWarp, own_factor, 4 * D::row(e));
 }
 
 // Clears this head's values of the keys outside of `range` in a slice.
@@ -442,9 +427,9 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
     complete = __all_sync(kFullWarp, complete);
   }
   uint2 query[D::kSteps];
-  ScoreLine lines[2];
+  float factor[2];
   if (p.query_is_new) ptx::wait_for_previous_kernel();  // which rewrites it
-  load_query<S>(p, own.token, kv_head, query, lines);
+  load_query<S>(p, own.token, kv_head, query, factor);
   ptx::wait_for_previous_kernel();  // before anything is written
 
   const int key_offset = ptx::opaque(D::key_offset());
@@ -479,7 +464,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
           const int word = i % 2 * 2;
           const uint32_t r[4] = {low[i / 2].word[word], high[i / 2].word[word], low[i / 2].word[word + 1], high[i / 2].word[word + 1]};
           uint32_t a[F::kSteps][4];
-          F::template keys<true>(a, r);
+          F::keys(a, r);
 #pragma unroll
           for (int j = 0; j < F::kSteps; ++j) {
             const uint2 b = query[(2 * part + i) * F::kSteps + j];
@@ -495,8 +480,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
     for (int slice = 0; slice < D::kSlices; ++slice) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        scores[slice][i] *= F::kCodes ? lines[i % 2].factor : p.rules.scale * kLog2E;
-        if constexpr (D::kRaw) scores[slice][i] -= lines[i % 2].offset;
+        scores[slice][i] *= F::kCodes ? factor[i % 2] : p.rules.scale * kLog2E;
       }
     }
     const bool masked = (flags & 12) != 4 || tiles == 1;

@@ -49,7 +49,7 @@ template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
     keys(a, r);
   }
   // The same from words of key g, key g + 8, key g, key g + 8; a step's channels are those of the first two or of all of them.
-  template <bool kRaw = false> static __device__ __forceinline__ void keys(uint32_t (&a)[kSteps][4], const uint32_t (&r)[4]) {
+  static __device__ __forceinline__ void keys(uint32_t (&a)[kSteps][4], const uint32_t (&r)[4]) {
     if constexpr (!kCodes) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[0][i] = r[i];
@@ -57,8 +57,8 @@ template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t low[kSteps], high[kSteps];
-        widen<Cache, false, kRaw>(r[2 * half], low);
-        widen<Cache, false, kRaw>(r[2 * half + 1], high);
+        widen<Cache, false>(r[2 * half], low);
+        widen<Cache, false>(r[2 * half + 1], high);
 #pragma unroll
         for (int i = 0; i < kSteps / 2; ++i) {
           const int step = half * kSteps / 2 + i;

@@ -8,50 +8,24 @@
 
 // The 32-bit word of a lane to registers of operands, as many as it holds pairs. `kTransposed` words hold the same channels of two
 // keys, else neighbouring pairs of channels. A 16-bit word stays what it is.
-//
-// `kRaw` leaves integer codes as they are cheapest to have: raw_scale x code + raw_offset, where `raw` tells of each pair. A
-// product with them has a constant more for each query row, which is cheaper to subtract there.
-template <DType Cache, bool kTransposed, bool kRaw = false> __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[16 / bits_of(Cache)]) {
+template <DType Cache, bool kTransposed> __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[16 / bits_of(Cache)]) {
   if constexpr (Cache == DType::f8e4m3) {
     const uint32_t codes = kTransposed ? ptx::byte_permute(word, word, 0x3120) : word;
     ptx::f8e4m3_to_half_4(codes, pairs[0], pairs[1]);
   } else if constexpr (Cache == DType::i8) {  // with the sign bit flipped 0..255; 0x64nn is 1024 + nn
     const uint32_t biased = word ^ 0x80808080u;
-    pairs[0] = ptx::byte_permute(biased, 0x64646464u, kTransposed ? 0x4240 : 0x4140);
-    pairs[1] = ptx::byte_permute(biased, 0x64646464u, kTransposed ? 0x4341 : 0x4342);
-    if constexpr (!kRaw) {
-      pairs[0] = ptx::subtract_2<__half>(pairs[0], 0x64806480u);
-      pairs[1] = ptx::subtract_2<__half>(pairs[1], 0x64806480u);
-    }
+    pairs[0] = ptx::subtract_2<__half>(ptx::byte_permute(biased, 0x64646464u, kTransposed ? 0x4240 : 0x4140), 0x64806480u);
+    pairs[1] = ptx::subtract_2<__half>(ptx::byte_permute(biased, 0x64646464u, kTransposed ? 0x4341 : 0x4342), 0x64806480u);
   } else if constexpr (Cache == DType::i4) {  // nibbles i and i + 4; the upper one of a byte counts sixteenfold
     constexpr uint32_t kSixteenth = 0x2c002c00u, kMinus72 = 0xd480d480u;
     const uint32_t upper = word >> 8;
-    pairs[0] = ptx::mask_or<0x000f000fu, 0x64006400u>(word);
-    pairs[1] = ptx::mask_or<0x00f000f0u, 0x64006400u>(word);
-    pairs[2] = ptx::mask_or<0x000f000fu, 0x64006400u>(upper);
-    pairs[3] = ptx::mask_or<0x00f000f0u, 0x64006400u>(upper);
-    if constexpr (!kRaw) {
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        pairs[i] = ptx::subtract_2<__half>(pairs[i], 0x64086408u);
-        pairs[i + 1] = ptx::multiply_add_half_2(pairs[i + 1], kSixteenth, kMinus72);
-      }
-    }
+    pairs[0] = ptx::subtract_2<__half>(ptx::mask_or<0x000f000fu, 0x64006400u>(word), 0x64086408u);
+    pairs[1] = ptx::multiply_add_half_2(ptx::mask_or<0x00f000f0u, 0x64006400u>(word), kSixteenth, kMinus72);
+    pairs[2] = ptx::subtract_2<__half>(ptx::mask_or<0x000f000fu, 0x64006400u>(upper), 0x64086408u);
+    pairs[3] = ptx::multiply_add_half_2(ptx::mask_or<0x00f000f0u, 0x64006400u>(upper), kSixteenth, kMinus72);
   } else {
     pairs[0] = word;
   }
-}
-
-struct RawCodes {
-  float scale;
-  float offset;
-};
-
-// What `kRaw` codes of pair i of a word are.
-template <DType Cache> __device__ __forceinline__ constexpr RawCodes raw_codes(int i) {
-  if (Cache == DType::i8) return {1.0f, 1152.0f};
-  if (Cache == DType::i4) return i % 2 == 0 ? RawCodes{1.0f, 1032.0f} : RawCodes{16.0f, 1152.0f};
-  return {1.0f, 0.0f};
 }
 
 // The larger one of `top` and |x|, if x is finite.
