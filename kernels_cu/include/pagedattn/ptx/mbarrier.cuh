@@ -60,6 +60,14 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+#elif !defined(__CUDA_ARCH__)
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, int arrivals) { emulator::mbarrier_init(s_barrier, arrivals); }
+__device__ __forceinline__ void mbarrier_init_fence() {}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier) { emulator::mbarrier_arrive(s_barrier, 0); }
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* s_barrier, int bytes) { emulator::mbarrier_arrive(s_barrier, bytes); }
+__device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t parity) { emulator::mbarrier_wait(s_barrier, parity); }
+
 #endif
 
 }  // namespace ptx

@@ -18,6 +18,11 @@ template <int kRegisters> __device__ __forceinline__ void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+#elif !defined(__CUDA_ARCH__)
+
+template <int kRegisters> __device__ __forceinline__ void decrease_registers() {}
+template <int kRegisters> __device__ __forceinline__ void increase_registers() {}
+
 #endif
 
 }  // namespace ptx

@@ -72,6 +72,14 @@ __device__ __forceinline__ void tma_load(void* s_target, const TensorMap& map, u
 // Orders this thread's ordinary stores to shared memory before later reads by the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+#elif !defined(__CUDA_ARCH__)
+
+__device__ __forceinline__ bool elect() { return threadIdx.x % kWarpSize == 13; }  // any one will do
+__device__ __forceinline__ void bulk_load(void* s_target, const void* g_source, int bytes, uint64_t* s_barrier) {
+  emulator::bulk_load(s_target, g_source, bytes, s_barrier);
+}
+__device__ __forceinline__ void fence_async_proxy() {}
+
 #endif
 
 }  // namespace ptx

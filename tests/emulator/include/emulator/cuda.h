@@ -15,6 +15,7 @@
 #include <cuda_fp8.h>
 
 #include <emulator/atomics.h>
+#include <emulator/copies.h>
 #include <emulator/intrinsics.h>
 #include <emulator/warp.h>
 
