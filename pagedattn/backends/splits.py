@@ -11,6 +11,7 @@ from pagedattn.problem import Problem
 
 # Parts of splits take memory in proportion to tokens and splits; many tokens fill the device without splitting.
 MAX_PARTIAL_BYTES = 1 << 30
+MAX_SPLIT_KEYS = 2**31 - 16  # a multiple of 16 that an int32 holds
 
 
 class SplitPlan:
@@ -44,8 +45,8 @@ class SplitPlan:
         def part_bytes(size: int) -> tuple[int, int]:
             return partial_bytes(p.token_count, split_count(span, size, starts_at_0), p.num_heads, p.v_head_size)
 
-        while not p.split_keys and sum(part_bytes(size)) > MAX_PARTIAL_BYTES:
-            size *= 2
+        while not p.split_keys and size < MAX_SPLIT_KEYS and sum(part_bytes(size)) > MAX_PARTIAL_BYTES:
+            size = min(2 * size, MAX_SPLIT_KEYS)
         size = p.split_keys or size
         self.tile_rows = tile_rows
         self.size = size
