@@ -149,7 +149,12 @@ class Problem:
     @property
     def has_plain_scores(self) -> bool:
         """Whether a score is q . k times a positive scale, without a cap or a bias."""
-        return self.scale > 0 and not self.softcap > 0 and self.bias_shape is None
+        return self.scale > 0 and not self.has_score_rules
+
+    @property
+    def has_score_rules(self) -> bool:
+        """Whether scores are capped or biased."""
+        return self.softcap > 0 or self.bias_shape is not None
 
     @property
     def query_len_bound(self) -> int:

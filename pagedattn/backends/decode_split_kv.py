@@ -10,6 +10,8 @@ from pagedattn.backends.prologue import Rows, aligned
 from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import decode_heads_sm90, decode_split_kv
+from pagedattn.kernels.layouts import MERGED_SPLITS
+from pagedattn.kernels.row_tiles import key_span, row_bound
 from pagedattn.problem import Problem
 
 # For tests and comparisons: Hopper's kernel attends wherever it can (True), or nowhere (False). None: where it pays.
@@ -27,25 +29,7 @@ def plan(problem: Problem, executor: Executor[Function]) -> CandidatePlan:
 
 def _tokens_share_keys(problem: Problem) -> bool:
     """Whether a sequence may have several new tokens, which then share tiles."""
-    p = problem
-    return p.token_count > p.batch_size and min(p.query_len_bound, p.token_count - p.batch_size + 1) > 1
-
-
-def _span(problem: Problem, tokens: int) -> int:
-    """Most keys that so many neighbouring tokens of a sequence read together.
-
-    Without causality a token that is not its sequence's last one admits keys behind its window, too.
-    """
-    p = problem
-    if not p.has_window:
-        return p.kv_len_bound
-    if not p.is_causal:
-        if p.has_query_positions:
-            return p.kv_len_bound
-        tokens = max(tokens, min(p.query_len_bound, p.token_count))
-    elif tokens > 1 and p.has_query_positions:
-        return p.kv_len_bound
-    return min(p.kv_len_bound, p.local_window_size + (tokens if tokens > 1 else 0))
+    return problem.token_count > problem.batch_size and row_bound(problem) > problem.group_size
 
 
 def _pays_by_heads(problem: Problem, executor: Executor[Function]) -> bool:
@@ -61,8 +45,8 @@ def _pays_by_heads(problem: Problem, executor: Executor[Function]) -> bool:
         return FORCE_HEADS
     works = max(1, problem.token_count * problem.kv_num_heads // kernel.HEADS)
     slots = kernel.CTAS * executor.multiprocessors
-    size = kernel.split_size(_span(problem, 1), works, executor.multiprocessors)
-    few_and_long = works * kernel.MERGED_SPLITS >= slots and size >= kernel.GOOD_SPLIT_KEYS
+    size = kernel.split_size(key_span(problem, 1), works, executor.multiprocessors)
+    few_and_long = works * MERGED_SPLITS >= slots and size >= kernel.GOOD_SPLIT_KEYS
     return not problem.split_keys and (works >= executor.multiprocessors or few_and_long)
 
 
@@ -75,10 +59,10 @@ class _ByHeads:
         self.spec = kernel.choose(p.io_dtype, p.cache_dtype, p.head_size, p.kv_num_heads, executor.max_shared_bytes)
         self.function = executor.load(kernel.KERNEL, self.spec)
         self.works = p.token_count * p.kv_num_heads // kernel.HEADS  # CTAs of a split
-        span = _span(p, 1)
+        span = key_span(p, 1)
         size = kernel.split_size(span, max(1, self.works), executor.multiprocessors)
         self.splits = SplitPlan(p, executor, span, size, starts_at_0=not p.has_window)
-        self.merges = 1 < self.splits.count <= kernel.MERGED_SPLITS
+        self.merges = 1 < self.splits.count <= MERGED_SPLITS
         self.zero_count = p.token_count * p.kv_num_heads * self.merges
         self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
@@ -118,14 +102,14 @@ class _General:
         kernel = decode_split_kv
         # Tokens of a sequence that read the same keys share tiles as soon as a sequence may have several.
         shares_tokens = _tokens_share_keys(p)
-        span = _span(p, kernel.MAX_ROWS if shares_tokens else 1)
+        span = key_span(p, kernel.MAX_ROWS if shares_tokens else 1)
         self.spec = kernel.choose(
             p.io_dtype,
             p.cache_dtype,
             p.head_size,
             kernel.MAX_ROWS if shares_tokens else p.group_size,  # one kernel, however many tokens there are
             executor.max_shared_bytes,
-            has_rules=p.softcap > 0 or p.bias_shape is not None,
+            has_rules=p.has_score_rules,
             shares_tokens=shares_tokens,
             span=span if p.has_window else kernel.ANY_SPAN,
         )
@@ -135,7 +119,7 @@ class _General:
         self.splits = SplitPlan(
             p, executor, span, size, self.spec.tile_rows if shares_tokens else 0, starts_at_0=not p.has_window
         )
-        self.merges = 1 < self.splits.count <= kernel.MERGED_SPLITS
+        self.merges = 1 < self.splits.count <= MERGED_SPLITS
         self.zero_count = row_tiles * self.head_tiles * self.merges
         self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes

@@ -11,7 +11,7 @@ from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.tensor_map import why_not_rows
 from pagedattn.kernels import latent_decode, latent_decode_sm90, latent_rows_sm90
-from pagedattn.kernels.layouts import ceil_div
+from pagedattn.kernels.layouts import MERGED_SPLITS, ceil_div
 from pagedattn.kernels.row_tiles import key_span, row_bound, tokens_of_tile
 from pagedattn.problem import Problem
 
@@ -46,7 +46,7 @@ class _FewRows:
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         kernel = self.kernel = latent_rows_sm90.LatentRowsKernel(problem, executor)
         self.splits = SplitPlan(problem, executor, kernel.span, kernel.split_size, kernel.tile_rows, kernel.starts_at_0)
-        self.merges = 1 < self.splits.count <= latent_rows_sm90.MERGED_SPLITS
+        self.merges = 1 < self.splits.count <= MERGED_SPLITS
         self.zero_count = kernel.tiles if self.merges else 0
         self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes

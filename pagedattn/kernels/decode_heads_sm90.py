@@ -33,7 +33,6 @@ MAX_HEAD_SIZE = 128  # more would not leave a thread the registers it needs
 MIN_SPLIT_KEYS = 256
 GOOD_SPLIT_KEYS = 512  # where tokens are fewer than multiprocessors, shorter splits are better off with a CTA a head
 MAX_SPLIT_KEYS = 2048  # lengths differ: one CTA shall not have much more to do than others
-MERGED_SPLITS = 8  # `kMergedSplits`: up to so many are merged by the warp that finishes last
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def why_not_problem(problem: Problem) -> str | None:
         return f"rows of {p.head_size} {p.cache_dtype.name} are not 64, 128 or 256 bytes"
     if p.kv_num_heads % HEADS or p.group_size > GROUP_SIZE:
         return f"takes multiples of {HEADS} kv heads with up to {GROUP_SIZE} query heads each"
-    if p.softcap > 0 or p.bias_shape is not None:
+    if p.has_score_rules:
         return "takes neither softcap nor attention_bias"
     return None
 

@@ -83,7 +83,6 @@ SHAPES = (
 # What the system keeps of a multiprocessor's shared memory for each CTA, and has beyond what one CTA may use.
 RESERVED_BYTES = 1 << 10
 MAX_SPLIT_KEYS = 8192
-MERGED_SPLITS = 8  # `kMergedSplits`: up to so many are merged by the CTA that finishes last
 MAX_CTAS = 4  # of a multiprocessor: more would not leave a thread the registers it needs
 
 

@@ -26,7 +26,6 @@ from pagedattn.kernels.layouts import (
 from pagedattn.kernels.row_tiles import key_span, row_bound, row_tile_count, tokens_of_tile
 from pagedattn.problem import Problem, TensorInfo
 
-MERGED_SPLITS = 8  # `kMergedSplits`: up to so many are merged by the CTA that finishes last
 FEW_ROWS = 32  # query rows, tokens times heads, of a tile of one warpgroup
 SLOT_GROUPS = 3  # channel groups of a third of a tile
 BARRIER_BYTES = 512  # barriers, and the description of the work
@@ -156,7 +155,7 @@ class LatentRowsKernel:
     ) -> Launch:
         """Launch that attends.
 
-        ``finished`` points to `tiles` zeros if the kernel shall merge splits; there are at most `MERGED_SPLITS` then.
+        ``finished`` points to `tiles` zeros if the kernel shall merge splits; there are few (`layouts.MERGED_SPLITS`).
         """
         packed = PARAMS.pack(
             cache_map=latent_sm90.cache_map(self.problem, cache, SLOT_GROUPS),

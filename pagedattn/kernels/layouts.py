@@ -107,6 +107,9 @@ PARTIALS = params(
     group_size=i32,
 )
 
+MERGED_SPLITS = 8
+"""`kMergedSplits`: up to so many are merged by whoever finishes last, more by `combine_splits`."""
+
 KEY_ALIGNMENT = 16
 """Splits and tiles start on multiples of this many keys."""
 

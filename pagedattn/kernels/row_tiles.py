@@ -23,8 +23,12 @@ def tokens_of_tile(tile_rows: int, group_size: int) -> int:
 
 
 def key_span(problem: Problem, tokens: int) -> int:
-    """Most keys that ``tokens`` neighbouring tokens of a sequence attend together."""
+    """Most keys that ``tokens`` neighbouring tokens of a sequence attend together.
+
+    A window bounds those of one token only with causality, else what is behind the token is admitted too; those of
+    several only if their positions do not come in any order.
+    """
     p = problem
-    if not p.has_window or not p.is_causal or p.has_query_positions:  # positions may come in any order
+    if not p.has_window or not p.is_causal or (tokens > 1 and p.has_query_positions):
         return p.kv_len_bound
     return min(p.kv_len_bound, p.local_window_size + tokens - 1)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagedattn.backends import decode_split_kv, flash_prefill, latent_mla
-from pagedattn.kernels.decode_split_kv import MERGED_SPLITS as MERGED
+from pagedattn.kernels.layouts import MERGED_SPLITS as MERGED
 from tests.faults.targets import Target
 from tests.kernels.test_matrix import TARGETS
 from tests.support.batches import Layer, Pool, differing
