@@ -7,7 +7,8 @@
 Each workload is checked against the float64 reference first, then timed: eager calls behind a kernel that keeps the
 GPU busy while the host runs ahead, and replays of a CUDA graph, of 16 calls where they are decode steps, as layers of a
 model are. Inputs are rotated when they would fit in the L2 cache. Times are medians of time per call; the ceilings
-(pure read of 8 GB, a large matrix product) are measured in the same run.
+(pure read of 8 GB, a large matrix product) are measured in the same run. `start` is the first call of a process, with
+and without compiled kernels on disk.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +34,7 @@ from pagedattn.backends import flash_prefill, latent_mla, numpy_reference
 from pagedattn.dtypes import BFLOAT16, BY_NAME, DType
 from pagedattn.graph import GraphedStep
 
+ROOT = Path(__file__).resolve().parent.parent
 ROTATE_BELOW_BYTES = 256 << 20  # several times the L2 cache
 LAYERS = 16  # calls in a captured decode step
 
@@ -144,6 +151,20 @@ WORKLOADS = {
         replace(M1, name="M7", sequences=tuple((n - 1, 1) for n in heavy_tail(64, 64 * 4096, 7))),
     )
 }
+
+
+# Small calls for which the kernels of D1, P1, M1 and M2 are compiled.
+STARTS = {
+    w.name: w
+    for w in (
+        replace(D1, sequences=batch(64, 1023)),
+        replace(P1, sequences=batch(1, 0, 1024)),
+        replace(M1, sequences=batch(64, 1023)),
+        replace(M2, sequences=batch(64, 1023)),
+    )
+}
+START = "start"
+NAMES = (*WORKLOADS, START)  # of what is measured
 
 
 class Prepared:
@@ -378,6 +399,32 @@ class Gpu:
             return None
 
 
+def first_call(name: str) -> float:
+    """Seconds that the first call of this process takes, the GPU's work included; arrays are there already."""
+    import cupy
+
+    prepared = Prepared(STARTS[name], None)
+    cupy.cuda.Device().synchronize()
+    start = time.perf_counter()
+    prepared.call(prepared.tables[0])
+    cupy.cuda.Device().synchronize()
+    return time.perf_counter() - start
+
+
+def starts() -> dict[str, Any]:
+    """Seconds of first calls, each in a process of its own: with no compiled kernel on disk, and with all of them."""
+    row: dict[str, Any] = {"workload": START}
+    for name in STARTS:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "scripts.bench", "--first-call", name]
+            environment = {**os.environ, "PAGEDATTN_CACHE_DIR": folder}
+            row[name] = [
+                float(subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+                for _ in ("compiles", "finds the kernels on disk")
+            ]
+    return row
+
+
 def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool) -> dict[str, Any]:
     """Check and time one workload."""
     for module in (flash_prefill, latent_mla):
@@ -440,18 +487,19 @@ def results(names: list[str], page: int | None, backend: str | None, quick: bool
         "matmul_tflops": product and product[1],
     }
     for name in names:
-        workload = WORKLOADS[name] if page is None else replace(WORKLOADS[name], page=page)
+        workload = None if name == START else replace(WORKLOADS[name], page=page or WORKLOADS[name].page)
         try:
-            row = measure(workload, gpu, backend, quick)
+            row = measure(workload, gpu, backend, quick) if workload else starts()
         except Exception as error:
-            yield {"workload": name, "page": workload.page, "error": f"{type(error).__name__}: {error}"}
+            yield {"workload": name, "page": workload and workload.page, "error": f"{type(error).__name__}: {error}"}
         else:
-            bound_by_memory = workload.is_decode and not workload.is_latent
-            row["pct_of_ceiling"] = 100 * (
-                row["kv_gbps"] / read
-                if bound_by_memory or not product
-                else max(row["kv_gbps"] / read, row["tflops"] / product[1])
-            )
+            if workload:
+                bound_by_memory = workload.is_decode and not workload.is_latent
+                row["pct_of_ceiling"] = 100 * (
+                    row["kv_gbps"] / read
+                    if bound_by_memory or not product
+                    else max(row["kv_gbps"] / read, row["tflops"] / product[1])
+                )
             yield row
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
@@ -468,6 +516,9 @@ def line(row: dict[str, Any]) -> str:
         )
     if "error" in row:
         return f"{row['workload']:5} {row['error']}"
+    if row["workload"] == START:
+        times = ", ".join(f"{name} {row[name][0]:.2f} s, {row[name][1]:.2f} s from disk" for name in STARTS)
+        return f"first call: {times}"
     burst = f"{row['burst_us']:9.1f}" if row["burst_us"] else " " * 9
     return (
         f"{row['workload']:5} {row['backend']:7} {row['cache']:24} page {row['page']:<4} "
@@ -481,14 +532,18 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=[], help=f"among {', '.join(WORKLOADS)}; all by default")
+    parser.add_argument("workloads", nargs="*", default=[], help=f"among {', '.join(NAMES)}; all by default")
     parser.add_argument("--page", type=int, help="block size, instead of each workload's own")
     parser.add_argument("--backend", help="force a backend")
     parser.add_argument("--quick", action="store_true", help="do not wait for the sustained clock")
     parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--first-call", choices=STARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.first_call:
+        print(first_call(options.first_call))
+        return
     rows = []
-    for row in results(options.workloads or list(WORKLOADS), options.page, options.backend, options.quick):
+    for row in results(options.workloads or list(NAMES), options.page, options.backend, options.quick):
         rows.append(row)
         print(line(row), flush=True)
         if options.json:

@@ -529,7 +529,7 @@ def benchmarks_on_gpu(record: dict[str, Any], peers: dict[str, Any]) -> str:
     """Times of a record beside those of other libraries, or the latter alone and why."""
     rows = {row["workload"]: row for row in record.get("bench", [])}
     if rows:
-        parts = [_conditions(record, rows["ceilings"]), _times(rows), *_figures(rows)]
+        parts = [_conditions(record, rows["ceilings"]), _times(rows), *_starts(rows), *_figures(rows)]
         if record.get("pending"):
             parts.insert(0, f"The GPU record is **pending**: {record['pending']}.")
     else:
@@ -572,7 +572,7 @@ def _times(rows: dict[str, Any]) -> str:
     header += ["GB/s", "TFLOP/s", "% of ceiling", "MHz", "W"]
     lines = []
     for name, row in rows.items():
-        if name == "ceilings":
+        if name not in bench.WORKLOADS:
             continue
         workload = bench.WORKLOADS[name]
         what = "; ".join(filter(None, [plot_bench.describe(workload), workload.note]))
@@ -584,6 +584,17 @@ def _times(rows: dict[str, Any]) -> str:
         state = [NOTHING if row[key] is None else f"{row[key]:.0f}" for key in ("sm_mhz", "power_w")]
         lines.append([name, what, row["backend"], str(row["page"]), *numbers, *state])
     return table(header, lines)
+
+
+def _starts(rows: dict[str, Any]) -> list[str]:
+    row = rows.get("start")
+    if row is None:
+        return []
+    times = row.get("error") or "; ".join(f"{name} {row[name][0]:.2f}, {row[name][1]:.2f}" for name in bench.STARTS)
+    return [
+        "First call of a process whose arrays are there, in seconds, with nothing compiled and with the kernels in the "
+        f"disk cache; kernels of {times}."
+    ]
 
 
 def _figures(rows: dict[str, Any]) -> list[str]:

@@ -207,7 +207,7 @@ def run_part(part: str, workloads: list[str], folder: Path, save: Callable[[Any]
     import bench
 
     rows = []
-    for row in bench.results(workloads or list(bench.WORKLOADS), None, None, quick=False):
+    for row in bench.results(workloads or list(bench.NAMES), None, None, quick=False):
         print(bench.line(row), flush=True)
         rows.append(row)
         save(rows)  # what is there when the time is up

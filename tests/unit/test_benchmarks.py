@@ -24,7 +24,7 @@ def measured() -> list[dict[str, Any]]:
         row = {"workload": name, "backend": "decode", "page": workload.page, "graph_us": us, "time_us": us + 5}
         rates = {"kv_gbps": workload.kv_bytes() / us / 1e3, "tflops": workload.flops() / us / 1e6, "host_us": 14.0}
         rows.append({**row, **rates, "pct_of_ceiling": 50.0, "sm_mhz": 1755, "power_w": None})
-    return rows
+    return [*rows, {"workload": "start", **{name: [2.5, 0.125] for name in bench.STARTS}}]
 
 
 def record_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -67,6 +67,7 @@ def test_the_page_of_a_record() -> None:
         in page
     )
     assert f"| D1 | FlashInfer | decode, fa2 | 16 | 494.5 | 495.6 | {494.5 / rows[1]['graph_us']:.2f} |" in page
+    assert "kernels of D1 2.50, 0.12; P1 2.50, 0.12; M1 2.50, 0.12; M2 2.50, 0.12." in page
     assert all(f"({figure}.png)" in page for figure in plot_bench.FIGURES)
 
 
