@@ -36,7 +36,27 @@ class EmulatorRuntime:
         return nullcontext()
 
 
+class HopperExecutor(EmulatorExecutor):
+    """Plans as for a Hopper GPU, of whose own kernels those run that keep to barriers and bulk copies."""
+
+    arch = "sm_90a"
+    max_shared_bytes = 227 << 10
+    multiprocessors = 132
+
+
+class HopperRuntime(EmulatorRuntime):
+    """A device of compute capability 9.0 that is the CPU."""
+
+    arch = 90
+
+
 @cache
 def runtime() -> EmulatorRuntime:
     """The process's emulated device."""
     return EmulatorRuntime()
+
+
+@cache
+def hopper() -> HopperRuntime:
+    """The process's emulated Hopper GPU."""
+    return HopperRuntime(HopperExecutor(workers=1))

@@ -3,10 +3,14 @@
 `target` is every way to run a call in the SEPARATE layout, `latent_target` in LATENT. `big_target` is `target` for
 arrays of many GiB, of which a GPU needs all and the CPU only the pages that are touched. The emulator is slow: it runs
 one case of each test and backend, and all of them with PAGEDATTN_EMULATE=1.
+
+A test marked ``by_heads`` also runs on Hopper's decode kernel for eight kv heads, and has to reach it. The mark names
+the parameters for which it can: ``by_heads(q_len=1, window=(1, 4))``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -18,9 +22,13 @@ from pagedattn.dtypes import FLOAT32, DType
 from pagedattn.support import Feature, No
 
 from .scene import CACHES, IO, UNIT_CACHES, CacheKind
-from .targets import Target, bits, gpu_count, targets_for
+from .targets import Target, bits, by_heads_targets, gpu_count, targets_for
 
 HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "by_heads(**params): also on Hopper's decode kernel, for these parameters")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -30,8 +38,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ("big_target", Feature.SEPARATE, [pytest.mark.gpu, pytest.mark.big_gpu]),
     ):
         if name in metafunc.fixturenames:
-            params = [pytest.param(t, id=str(t), marks=marks if t.on_gpu else []) for t in targets_for(feature)]
-            metafunc.parametrize(name, params)
+            targets = targets_for(feature)
+            if metafunc.definition.get_closest_marker("by_heads"):
+                targets += by_heads_targets()
+            metafunc.parametrize(name, [pytest.param(t, id=str(t), marks=marks if t.on_gpu else []) for t in targets])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         params, target = params_of(item), target_of(item)
         if target is None:
             return True
+        if target.by_heads and not can_go_by_heads(item):
+            return False
         if params.get("splits") and not target.can_split:
             return False
         if params.get("io") is FLOAT32 and isinstance(target.row.cells[Feature.FLOAT32], No):
@@ -58,6 +70,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=pointless)
         dropped = set(pointless)
         items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    target = target_of(pyfuncitem)
+    if target is None:
+        return (yield)
+    with target.reaching_its_kernel():
+        return (yield)
+
+
+def can_go_by_heads(item: pytest.Item) -> bool:
+    """Whether the parameters are those for which its mark says that Hopper's decode kernel takes the call."""
+    mark, params = item.get_closest_marker("by_heads"), params_of(item)
+    assert mark is not None
+    return params.get("io") is not FLOAT32 and all(
+        params[name] in (values if isinstance(values, tuple) else (values,)) for name, values in mark.kwargs.items()
+    )
 
 
 def params_of(item: pytest.Item) -> dict[str, object]:

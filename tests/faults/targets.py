@@ -7,9 +7,9 @@ table says its backend does not serve has to be refused with that very reason; `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -21,13 +21,17 @@ import pagedattn
 from pagedattn import env, support
 from pagedattn import runtime as runtimes
 from pagedattn.arrays import NUMPY
+from pagedattn.backends import decode_split_kv
 from pagedattn.dtypes import BY_NUMPY, FLOAT8E4M3FN, FLOAT32
+from pagedattn.jit.launch import Launch
+from pagedattn.kernels import decode_heads_sm90
 from pagedattn.support import Feature, No, Row
-from pagedattn.testing import emulate, emulator
+from pagedattn.testing import emulator
 from pagedattn.validate import validate
 from tests.emulator import toolchain
 from tests.support.build import TYPES, Built
 
+from . import eight_heads
 from .scene import ROUNDING, Array, Call, assert_close, assert_same_bytes, expected
 
 Place = Callable[[str, Array], Any]
@@ -59,15 +63,22 @@ SPLITTING = ("decode", "latent")
 
 @dataclass(frozen=True)
 class Target:
-    """The NumPy backend; arrays stay where they are. ``options`` are those of every operator that it makes."""
+    """The NumPy backend; arrays stay where they are.
+
+    ``options`` are those of every operator that it makes. ``by_heads`` is for the decode backend on Hopper: its kernel
+    for eight kv heads at a time attends wherever it can, to calls that are made as wide as it needs.
+    """
 
     row: Row = support.NUMPY
     where: str = "host"
     device: str = "cpu"
     arch: int = 0
     options: dict[str, Any] = field(default_factory=dict, compare=False)
+    by_heads: bool = False
 
     def __str__(self) -> str:
+        if self.by_heads:
+            return f"{decode_heads_sm90.KERNEL.stem}-{self.where}"
         return self.row.name if self.where == "host" else f"{self.row.name}-{self.where}"
 
     @property
@@ -123,7 +134,36 @@ class Target:
         finally:
             runtimes.use_emulator(before)
 
+    @property
+    def runtime(self) -> runtimes.Runtime:
+        """What runs calls of this target."""
+        return runtimes.runtime_of(self.device)
+
     # ---- calls
+
+    def fit(self, call: Call) -> Call:
+        """The call, as wide as the kernel under test needs; `run` does so by itself."""
+        return eight_heads.widen(call) if self.by_heads else call
+
+    @contextmanager
+    def reaching_its_kernel(self) -> Iterator[None]:
+        """With ``by_heads``: see that the kernel attends to something meanwhile."""
+        if not self.by_heads:
+            yield
+            return
+        executor, launched = self.runtime.executor, set()
+        assert executor is not None
+
+        def prepare(launches: Iterable[Launch], stream: int, really: Any = executor.prepare) -> Any:
+            launches = list(launches)
+            launched.update(launch.function.name.partition("<")[0] for launch in launches if 0 not in launch.grid)
+            return really(launches, stream)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode_split_kv, "FORCE_HEADS", True)
+            patch.setattr(executor, "prepare", prepare)
+            yield
+        assert decode_heads_sm90.KERNEL.stem in launched
 
     def why_not(self, call: Call, **options: Any) -> str | None:
         """Reason by which the support table says that the backend does not serve a call."""
@@ -173,6 +213,7 @@ class Target:
         **options
             Of `pagedattn.PagedAttention`.
         """
+        narrow, call = call, self.fit(call)
         self.require(call, **options)
         place = place or {}
         raw: dict[str, Any] = {}
@@ -209,13 +250,14 @@ class Target:
         key_cache = cache("key_cache")
         assert key_cache is not None
         qk_dtype = np.dtype(options.get("qk_dtype", np.float32))
-        return Outcome(
+        outcome = Outcome(
             self.download(raw_out).view(io).reshape(shape[0], heads, out_size),
             key_cache,
             cache("value_cache"),
             None if result.lse is None else self.fetch(result.lse, np.dtype(np.float32)),
             None if result.output_qk is None else self.fetch(result.output_qk, qk_dtype),
         )
+        return eight_heads.narrow(outcome, narrow) if self.by_heads else outcome
 
     def run_built(self, built: Built) -> tuple[pagedattn.PagedAttentionResult, dict[str, Array]]:
         """Run the call of a case; its results in host memory, and of each input the larger array that it is a slice of.
@@ -328,10 +370,17 @@ class EmulatedTarget(Target):
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return import_module("tests.emulator.memory").zeros(shape, bits(dtype))
 
+    @property
+    def runtime(self) -> runtimes.Runtime:
+        return import_module("tests.emulator.runtime").hopper() if self.arch == 90 else emulator()
+
     @contextmanager
     def active(self) -> Iterator[None]:
-        with emulate():
+        before = runtimes.use_emulator(self.runtime)
+        try:
             yield
+        finally:
+            runtimes.use_emulator(before)
 
 
 @cache
@@ -355,6 +404,15 @@ def all_targets() -> tuple[Target, ...]:
         targets += [CupyTarget(row, device="cuda:0", arch=arch) for row in rows]
     if env.emulate() or toolchain.missing() is None:
         targets += [EmulatedTarget(row, arch=emulator().arch) for row in rows]
+    return tuple(targets)
+
+
+@cache
+def by_heads_targets() -> tuple[Target, ...]:
+    """Ways to run calls by Hopper's kernel for eight kv heads at a time."""
+    targets = [replace(t, by_heads=True) for t in all_targets() if t.row is support.DECODE and t.arch == 90]
+    if toolchain.missing() is None:
+        targets.append(EmulatedTarget(support.DECODE, arch=90, by_heads=True))
     return tuple(targets)
 
 

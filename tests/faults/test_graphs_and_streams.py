@@ -34,6 +34,7 @@ class OnDevice:
     """A call whose arrays stay on the device, to be changed in place, run, captured and replayed."""
 
     def __init__(self, target, call, stream=None, **options):
+        call = target.fit(call)
         target.require(call, **options)
         self.target, self.call, self.cupy = target, call, target.xp
         self.raw = {n: target.upload(x) for n, x in call.arrays.items() if n != "attention_metadata"}
@@ -47,6 +48,7 @@ class OnDevice:
 
     def write(self, call):
         """Overwrite the device arrays by those of another call of the same shapes, on this call's stream."""
+        call = self.target.fit(call)
         with self.stream:
             for name, x in self.raw.items():
                 x.set(np.ascontiguousarray(call.arrays[name]).view(x.dtype))
@@ -71,7 +73,7 @@ class OnDevice:
 
 def eager(target, call, **options):
     """Output of a call run on its own, (token_count, width)."""
-    outcome = target.run(call, **options)
+    outcome = target.run(target.fit(call), **options)
     return outcome.output.reshape(outcome.output.shape[0], -1)
 
 
@@ -83,6 +85,7 @@ def decode_calls(lengths, bounds, longest=8192, **kwargs):
     return [scene.call([n - 1], [1], caches, attention_metadata=metadata) for n in lengths]
 
 
+@pytest.mark.by_heads
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 def test_a_captured_step_serves_every_length(gpu, kind):
     """Captured with one token, replayed with thousands: the split plan must not be that of the capture."""
@@ -97,6 +100,7 @@ def test_a_captured_step_serves_every_length(gpu, kind):
         assert_same_bytes(step.read(), eager(gpu, call))
 
 
+@pytest.mark.by_heads
 def test_two_captures_with_different_bounds_live_together(gpu):
     short, long = decode_calls([1, 100], [1, 128], 8192), decode_calls([1, 5000], [1, 8192], 8192)
     steps = []
@@ -112,6 +116,7 @@ def test_two_captures_with_different_bounds_live_together(gpu):
             assert_same_bytes(step.read(), eager(gpu, call))
 
 
+@pytest.mark.by_heads
 def test_a_captured_step_serves_a_smaller_batch(gpu, cupy):
     """Fewer live sequences than were captured: level offsets, and rows that belong to nobody."""
     scene = Scene([40] * 8, num_heads=4, kv_num_heads=2, head_size=64)
@@ -135,6 +140,7 @@ def test_a_captured_step_serves_a_smaller_batch(gpu, cupy):
         assert not got[live:].any()
 
 
+@pytest.mark.by_heads
 def test_idle_slots_of_a_captured_batch_stay_zero(gpu):
     scene = Scene([18, 1, 4, 1], num_heads=4, kv_num_heads=2, head_size=64)
     call = scene.call([17, 0, 3, 0]).change(attention_metadata=np.array([1, 64], np.int32))
@@ -155,10 +161,11 @@ def test_idle_slots_of_a_captured_batch_stay_zero(gpu):
     assert not got[[1, 3]].any()
     assert_same_bytes(got, eager(gpu, call))
     for name in ("key_cache", "value_cache"):
-        want = getattr(gpu.run(call), name)
+        want = getattr(gpu.run(gpu.fit(call)), name)
         assert_same_bytes(gpu.download(step.raw[name]).view(want.dtype), want)
 
 
+@pytest.mark.by_heads(q_len=1)
 @pytest.mark.parametrize("q_len", [1, 4], ids=["decode", "four tokens"])
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_warm_call_captures_and_replays_a_thousand_times(gpu, kind, q_len):
@@ -236,6 +243,7 @@ def test_a_step_neither_reads_the_device_nor_waits_for_it(gpu, cupy, monkeypatch
     assert_same_bytes(step.read(), eager(gpu, call))
 
 
+@pytest.mark.by_heads
 def test_operators_on_two_streams_do_not_share_scratch(gpu):
     """Many splits each, interleaved hundreds of times; with shared partial sums some would be the other's."""
     calls = [decode_calls([32_768], None, 32_768, seed=seed)[0] for seed in (1, 2)]
@@ -254,6 +262,7 @@ def test_operators_on_two_streams_do_not_share_scratch(gpu):
             assert_same_bytes(copy.get(), right)
 
 
+@pytest.mark.by_heads
 def test_one_operator_on_two_streams(gpu, cupy):
     call = decode_calls([20_000], None, 20_000)[0]
     want = eager(gpu, call)
@@ -267,6 +276,7 @@ def test_one_operator_on_two_streams(gpu, cupy):
     assert_same_bytes(second.read(), want)
 
 
+@pytest.mark.by_heads
 def test_one_operator_alternating_shapes(gpu):
     """Large and small scratch by turns: nothing may rely on what the call before left behind."""
     long = decode_calls([20_000], None, 20_000)[0]
@@ -283,6 +293,7 @@ def test_one_operator_alternating_shapes(gpu):
             assert_same_bytes(step.read(), right)
 
 
+@pytest.mark.by_heads
 @pytest.mark.parametrize("byte", [0xFF, 0x00, 0x7F])
 def test_scratch_may_hold_anything(gpu, cupy, byte):
     call = decode_calls([20_000], None, 20_000)[0]
@@ -301,11 +312,12 @@ def test_scratch_may_hold_anything(gpu, cupy, byte):
 STREAMS = ["non-blocking", "blocking", "external", "per-thread default"]
 
 
+@pytest.mark.by_heads
 @pytest.mark.parametrize("which", STREAMS)
 def test_work_is_issued_to_the_callers_stream(gpu, cupy, which):
     """Inputs are written behind a long kernel on that stream; work on another would see the old ones."""
     scene = Scene([300, 40], num_heads=4, kv_num_heads=2, head_size=64)
-    call = scene.call([299, 39])
+    call = gpu.fit(scene.call([299, 39]))
     junk = Call({name: np.zeros_like(x) if name == "query" else x for name, x in call.arrays.items()}, call.attributes)
     want = eager(gpu, call)
     assert (want != eager(gpu, junk)).any()
@@ -369,10 +381,13 @@ def test_inputs_by_dlpack_from_another_stream_are_waited_for(gpu, cupy):
         assert_same_bytes(step.read(), want)
 
 
+@pytest.mark.by_heads
 def test_storing_comes_before_reading_beside_a_busy_stream(gpu, cupy):
-    """A long prefill into NaN, again and again, while another stream keeps the device busy."""
-    scene = Scene([1500], num_heads=32, head_size=64)
-    call = scene.call([1000])
+    """A long prefill, or many single tokens, into NaN, again and again, while another stream keeps the device busy."""
+    if gpu.by_heads:
+        call = gpu.fit(Scene([200] * 64, num_heads=32, kv_num_heads=8, head_size=64).call([199] * 64))
+    else:
+        call = Scene([1500], num_heads=32, head_size=64).call([1000])
     want = eager(gpu, call)
     step = OnDevice(gpu, call)
     busy = cupy.cuda.Stream(non_blocking=True)

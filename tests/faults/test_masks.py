@@ -119,6 +119,7 @@ def test_unmapped_blocks_in_the_middle_are_skipped(target, cache, splits):
     target.check(call.change(block_table=table), return_lse=True)
 
 
+@pytest.mark.by_heads(q_len=1)
 @pytest.mark.parametrize("unused", ["nan", "inf"])
 @pytest.mark.parametrize("length", [5, 15, 16, 17, 33, 129, 257])
 @pytest.mark.parametrize("q_len", [1, 5], ids=["decode", "prefill"])
@@ -213,6 +214,7 @@ def padded_batch(io, cache, style):
     return call.change(**new), rows
 
 
+@pytest.mark.by_heads
 @pytest.mark.parametrize("style", ["idle slots", "padding rows", "empty sequences"])
 def test_idle_rows_of_a_padded_batch_are_zero(target, io, cache, style):
     call, live = padded_batch(io, cache, style)
@@ -250,12 +252,13 @@ def test_without_causality_new_tokens_see_later_ones(target, cache, past):
     target.check(call.change(local_window_size=6), return_lse=True)
 
 
-@pytest.mark.parametrize("batch", [255, 256, 257, 511, 513, 1024, 1025, 4097])
+@pytest.mark.by_heads
+@pytest.mark.parametrize("batch", [255, 256, 257, 288, 289, 511, 513, 1024, 1025, 4097])
 def test_batches_beyond_one_scan_block(target, batch):
     if target.is_emulated and batch > 513:
         pytest.skip("slow when emulated")
     index = np.arange(batch)
-    q_lens, pasts = index % 3, index % 7
+    q_lens, pasts = index % (2 if target.by_heads else 3), index % 7
     scene = Scene(list(q_lens + pasts), key=0, value=lambda b, pos, h: b % 11)
     outcome = target.run(scene.call(pasts, q_lens))
     want = np.repeat(index % 11, q_lens)[:, None, None]

@@ -13,6 +13,7 @@ from .scene import Scene, assert_close, assert_same_bytes
 LARGER = {"plain": (1, 201), "int8": (2, 202), "fp8": (1, 224), "int4": (40, 240)}
 
 
+@pytest.mark.by_heads(q_len=1)
 @pytest.mark.parametrize("q_len", [1, 4], ids=["decode", "prefill"])
 def test_large_products_do_not_overflow(target, io, unit_cache, q_len, splits):
     """q . k of 5 million is beyond float16; equal keys weigh the same, and a slightly larger one takes everything."""
@@ -88,6 +89,7 @@ def test_a_row_hardly_depends_on_its_batch_mates(target, io):
         assert_close(other, results[0], io, roundings=2)
 
 
+@pytest.mark.by_heads(q_len=1)
 @pytest.mark.parametrize("q_len", [1, 9])
 def test_repeats_are_bitwise_equal(target, cache, q_len):
     scene = Scene([150, 40, 9], num_heads=4, kv_num_heads=2, cache=cache)

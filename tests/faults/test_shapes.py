@@ -12,6 +12,7 @@ from .scene import CACHES, Scene, assert_close, assert_same_bytes, expected
 BATCHES = {"decode": ([1, 1], [20, 3]), "prefill": ([4, 4], [20, 0]), "mixed": ([1, 4, 1], [20, 5, 3])}
 
 
+@pytest.mark.by_heads(batch="decode", ratio=tuple(range(1, 9)))
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 16, 20, 32])
 def test_query_heads_find_their_key_head(target, unit_cache, ratio, batch):
@@ -81,6 +82,7 @@ def test_a_head_size_that_is_no_multiple_of_8_is_refused(target, head_size):
     target.refuses(Scene([4], head_size=head_size).call([3]), "^query: .*head_size.*multiple of 8")
 
 
+@pytest.mark.by_heads(q_len=1)
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256, 512, 1024])
 def test_every_position_of_every_block_is_seen(target, unit_cache, block_size, q_len):

@@ -16,6 +16,7 @@ def splits_of(target, monkeypatch, keys):
         target.force_splits(monkeypatch, keys)
 
 
+@pytest.mark.by_heads(q_len=1)
 @pytest.mark.parametrize("q_len", [1, 2], ids=["decode", "prefill"])
 def test_splits_without_keys_do_not_poison_the_merge(target, io, q_len, monkeypatch):
     """A short sequence beside a long one, for whose sake there are many splits."""
@@ -36,6 +37,7 @@ SEEN = {
 }
 
 
+@pytest.mark.by_heads(hidden_by="blocks")
 @pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
 @pytest.mark.parametrize("hidden_by", ["bias", "blocks"])
 @pytest.mark.parametrize("where", SEEN)
@@ -66,6 +68,7 @@ def test_merging_empty_parts_with_one_that_is_not(target, where, hidden_by, sink
         np.testing.assert_allclose(outcome.lse, np.log(count), atol=1e-6)
 
 
+@pytest.mark.by_heads
 @pytest.mark.parametrize(
     ("first", "second", "keys"), [(2, 6, None), (16, 48, 16), (32, 96, 32), (64, 192, 64)], ids=lambda x: str(x)
 )
@@ -88,6 +91,7 @@ def test_log_sum_exp_is_natural(target, io, scale, splits):
         target.check(scene.call([66]).change(scale=scale), return_lse=True)
 
 
+@pytest.mark.by_heads
 @pytest.mark.parametrize("split_keys", [None, 16, 32])
 @pytest.mark.parametrize("context", ["seven keys", "window of a long context", "window that ends a block"])
 def test_the_sink_counts_once(target, io, context, split_keys, monkeypatch):
@@ -103,12 +107,14 @@ def test_the_sink_counts_once(target, io, context, split_keys, monkeypatch):
     np.testing.assert_allclose(outcome.lse, np.log(7 + np.exp(2)), atol=1e-4)
 
 
+@pytest.mark.by_heads
 @pytest.mark.parametrize("length", [100, 257])
 def test_the_sink_counts_once_in_every_split_layout(target, length, splits):
     scene = Scene([length, 5], num_heads=4, kv_num_heads=2, seed=length)
     target.check(scene.call([length - 1, 4]).change(head_sink=np.array([2, -1, 0, 4], np.float16)), return_lse=True)
 
 
+@pytest.mark.by_heads(q_len=1, softcap=0.0)
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("window", [-1, 4])
 @pytest.mark.parametrize("q_len", [1, 3], ids=["decode", "prefill"])
@@ -210,12 +216,13 @@ def test_the_cap_with_every_other_thing_that_touches_a_score(target, softcap, sp
     )
 
 
+@pytest.mark.by_heads
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_length_of_a_growing_sequence(target, batch, monkeypatch):
     """The automatic choice of splits, at each length, against one piece and against the plain computation."""
     longest = 2100
     scene = Scene([longest] * batch, seed=batch)
-    if target.on_gpu:
+    if target.on_gpu and not target.by_heads:  # whose wide caches take their time to make
         lengths = range(1, longest + 1)
     else:
         edges = [length + d for length in (16, 32, 64, 128, 256, 512, 1024, 2048) for d in (-1, 0, 1)]

@@ -10,8 +10,10 @@ from pagedattn.dtypes import BFLOAT16, FLOAT16
 from .scene import CACHES, Scene, assert_close, assert_same_bytes
 
 LARGEST = 2**31 - 1
+DECODE = ([1, 1], [0, 0]), ([1, 1, 0], [60, 30, 5])
 
 
+@pytest.mark.by_heads
 def test_the_window_counts_the_tokens_own_position(target, io, unit_cache):
     """Window 4 of positions 0..9 is 6..9, mean 7.5; 7.0 means five keys and 8.0 three."""
     cache = unit_cache.with_scales(1, {"int4": 2}.get(unit_cache.name, 1))
@@ -33,6 +35,7 @@ def test_the_window_counts_the_tokens_own_position(target, io, unit_cache):
     assert (windowed(9) != full).all()
 
 
+@pytest.mark.by_heads(q_len=1)
 @pytest.mark.parametrize("q_len", [1, 2, 16, 17])
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32, 33, 64, 99, 100, 101, LARGEST])
 def test_windows_around_block_edges(target, window, q_len, splits):
@@ -41,8 +44,9 @@ def test_windows_around_block_edges(target, window, q_len, splits):
     target.check(call, return_lse=True)
 
 
+@pytest.mark.by_heads(shape=DECODE)
 @pytest.mark.parametrize("window", [1, 7, 40])
-@pytest.mark.parametrize("shape", [([1, 1], [0, 0]), ([1, 9], [60, 30]), ([20, 1, 0], [0, 70, 5])], ids=str)
+@pytest.mark.parametrize("shape", [*DECODE, ([1, 9], [60, 30]), ([20, 1, 0], [0, 70, 5])], ids=str)
 def test_windows_with_every_cache(target, io, cache, shape, window):
     q_lens, pasts = shape
     lengths = [q + past for q, past in zip(q_lens, pasts, strict=True)]
@@ -50,6 +54,7 @@ def test_windows_with_every_cache(target, io, cache, shape, window):
     target.check(scene.call(pasts, q_lens).change(local_window_size=window))
 
 
+@pytest.mark.by_heads
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 31, -1])
 @pytest.mark.parametrize("kind", ["plain", "int8-channel"])
 def test_prefill_chunks_and_decode_agree(target, window, kind):
@@ -84,6 +89,7 @@ def rolling(scene, past, q_len, ring, caches, **changes):
     return call.change(block_table=table[None])
 
 
+@pytest.mark.by_heads(chunk=1)
 @pytest.mark.parametrize("chunk", [1, 3, 16])
 @pytest.mark.parametrize("window", [1, 16, 17, 33])
 @pytest.mark.parametrize("kind", ["plain", "int8", "fp8-channel", "int4"])

@@ -17,6 +17,8 @@ MODELS = [
     Model(),
     Model(cache="int8", window=40),
     Model(batch_size=1, num_heads=2, kv_num_heads=1, capacity=8192),  # splits that a kernel merges
+    Model(num_heads=32, kv_num_heads=8, head_size=128),  # Hopper's kernel for eight kv heads at a time
+    Model(batch_size=1, num_heads=16, kv_num_heads=8, cache="float8e4m3fn", capacity=8192),
     Model(batch_size=3, new_tokens=3, num_heads=16),
     Model(num_heads=16, kv_num_heads=1, head_size=576, v_head_size=512),
 ]
