@@ -128,7 +128,7 @@ class Target:
     def active(self) -> Iterator[None]:
         """Where calls of this target run."""
         runtimes.emulated()  # installs what the environment asks for, once
-        before = runtimes.use_emulator(None)
+        before = runtimes.use_emulator(self.runtime if self.is_emulated else None)
         try:
             yield
         finally:
@@ -373,14 +373,6 @@ class EmulatedTarget(Target):
     @property
     def runtime(self) -> runtimes.Runtime:
         return import_module("tests.emulator.runtime").hopper() if self.arch == 90 else emulator()
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        before = runtimes.use_emulator(self.runtime)
-        try:
-            yield
-        finally:
-            runtimes.use_emulator(before)
 
 
 @cache
