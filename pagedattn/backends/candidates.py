@@ -23,6 +23,9 @@ class Candidate(Protocol):
     zero_count: int
     workspace_bytes: int
 
+    def load(self) -> None:
+        """Load the kernels that it launches and that were not loaded as it was made; called once, ahead of launches."""
+
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         """Reason why it cannot read and write these arrays, or None."""
 
@@ -31,7 +34,11 @@ class Candidate(Protocol):
 
 
 class CandidatePlan:
-    """The prologue, and the first of ``candidates`` that can read a call's arrays; the last one can read any."""
+    """The prologue, and the first of ``candidates`` that can read a call's arrays; the last one can read any.
+
+    The first one is loaded with the plan. The others may never be needed, and are loaded when a call's arrays ask for
+    one; an executor refuses that within a graph capture.
+    """
 
     def __init__(self, problem: Problem, executor: Executor[Function], candidates: Sequence[Candidate]) -> None:
         self.problem = problem
@@ -39,6 +46,13 @@ class CandidatePlan:
         self.prologue = Prologue(problem, executor, max(candidate.zero_count for candidate in candidates))
         self._attention_at = aligned(self.prologue.workspace_bytes)
         self.workspace_bytes = self._attention_at + max(candidate.workspace_bytes for candidate in candidates)
+        self._loaded: set[Candidate] = set()
+        self._load(candidates[0])
+
+    def _load(self, candidate: Candidate) -> None:
+        if candidate not in self._loaded:
+            candidate.load()
+            self._loaded.add(candidate)
 
     def launches(self, tensors: Tensors, workspace: int) -> list[Launch]:
         """Launches of a call; see `pagedattn.backends.base.Plan`."""
@@ -46,5 +60,6 @@ class CandidatePlan:
         at = workspace + self._attention_at
         query = self.prologue.query(tensors, workspace)
         first = next(candidate for candidate in self.candidates if candidate.why_not_tensors(query, tensors) is None)
+        self._load(first)
         attention = first.launches(query, tensors, shared, at)
         return [self.prologue.launch(tensors, shared, workspace, at), *attention]

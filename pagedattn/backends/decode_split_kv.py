@@ -23,7 +23,7 @@ def plan(problem: Problem, executor: Executor[Function]) -> CandidatePlan:
     candidates: list[Candidate] = []
     if _pays_by_heads(problem, executor):
         candidates.append(_ByHeads(problem, executor))
-    candidates.append(_General(problem, executor, loads_late=bool(candidates)))
+    candidates.append(_General(problem, executor))
     return CandidatePlan(problem, executor, candidates)
 
 
@@ -56,8 +56,8 @@ class _ByHeads:
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem
         kernel = decode_heads_sm90
+        self.executor = executor
         self.spec = kernel.choose(p.io_dtype, p.cache_dtype, p.head_size, p.kv_num_heads, executor.max_shared_bytes)
-        self.function = executor.load(kernel.KERNEL, self.spec)
         self.works = p.token_count * p.kv_num_heads // kernel.HEADS  # CTAs of a split
         span = key_span(p, 1)
         size = kernel.split_size(span, max(1, self.works), executor.multiprocessors)
@@ -66,6 +66,11 @@ class _ByHeads:
         self.zero_count = p.token_count * p.kv_num_heads * self.merges
         self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
+
+    def load(self) -> None:
+        self.function = self.executor.load(decode_heads_sm90.KERNEL, self.spec)
+        if not self.merges:
+            self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return decode_heads_sm90.why_not_tensors(tensors, query)
@@ -94,9 +99,9 @@ class _ByHeads:
 
 
 class _General:
-    """`decode_split_kv`, which runs everywhere and on everything. ``loads_late``: it may never be needed."""
+    """`decode_split_kv`, which runs everywhere and on everything."""
 
-    def __init__(self, problem: Problem, executor: Executor[Function], loads_late: bool) -> None:
+    def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem
         self.executor = executor
         kernel = decode_split_kv
@@ -123,10 +128,11 @@ class _General:
         self.zero_count = row_tiles * self.head_tiles * self.merges
         self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
-        self.function: Any = None if loads_late else self._load()
 
-    def _load(self) -> Any:
-        return self.executor.load(decode_split_kv.KERNEL, self.spec)
+    def load(self) -> None:
+        self.function = self.executor.load(decode_split_kv.KERNEL, self.spec)
+        if not self.merges:
+            self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return None
@@ -134,8 +140,6 @@ class _General:
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         p = self.problem
         kernel = decode_split_kv
-        if self.function is None:
-            self.function = self._load()
         partials = self.splits.partials(workspace + self._partials_at)
         packed = kernel.PARAMS.pack(
             query=query.pointer,

@@ -28,7 +28,7 @@ def plan(problem: Problem, executor: Executor[Function]) -> CandidatePlan:
     """
     kinds = _HOPPER if executor.arch == "sm_90a" and not FORCE_SM80 else ()
     best = next((kind for kind in kinds if kind.is_for(problem)), None)
-    candidates: list[Candidate] = [_General(problem, executor, loads_late=best is not None)]
+    candidates: list[Candidate] = [_General(problem, executor)]
     if best is not None:
         candidates.insert(0, best(problem, executor))
     return CandidatePlan(problem, executor, candidates)
@@ -50,6 +50,10 @@ class _FewRows:
         self.zero_count = kernel.tiles if self.merges else 0
         self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
+
+    def load(self) -> None:
+        if not self.merges:
+            self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return why_not_rows(query, (tensors["key_cache"],))
@@ -82,6 +86,9 @@ class _ManyRows:
         self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
 
+    def load(self) -> None:
+        self.splits.load()
+
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return latent_decode_sm90.why_not_tensors(query, tensors["key_cache"], tensors["output"].pointer)
 
@@ -104,11 +111,11 @@ _HOPPER: tuple[type[_FewRows] | type[_ManyRows], ...] = (_FewRows, _ManyRows)
 
 
 class _General:
-    """`latent_decode`, which runs everywhere and on everything. ``loads_late``: it may never be needed."""
+    """`latent_decode`, which runs everywhere and on everything."""
 
     zero_count = 0
 
-    def __init__(self, problem: Problem, executor: Executor[Function], loads_late: bool) -> None:
+    def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem
         self.executor = executor
         self.spec = latent_decode.choose(
@@ -121,18 +128,16 @@ class _General:
         size = latent_decode.split_size(span, tiles, slots)
         self.splits = SplitPlan(p, executor, span, size, self.spec.tile_rows)
         self.workspace_bytes = self.splits.workspace_bytes
-        self.function: Any = None if loads_late else self._load()
 
-    def _load(self) -> Any:
-        return self.executor.load(latent_decode.KERNEL, self.spec)
+    def load(self) -> None:
+        self.function = self.executor.load(latent_decode.KERNEL, self.spec)
+        self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return None
 
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         p = self.problem
-        if self.function is None:
-            self.function = self._load()
         partials = self.splits.partials(workspace)
         packed = latent_decode.PARAMS.pack(
             query=query.pointer,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pagedattn.backends.arguments import Shared
 from pagedattn.backends.prologue import aligned
 from pagedattn.jit.launch import Executor, Function, Launch
@@ -54,8 +56,14 @@ class SplitPlan:
         acc_bytes, lse_bytes = part_bytes(size)
         self._lse_at = aligned(acc_bytes)
         self.workspace_bytes = self._lse_at + lse_bytes
+        self.executor = executor
         self.spec = combine_splits.CombineSpec(p.io_dtype, p.v_head_size)
-        self.function = executor.load(combine_splits.KERNEL, self.spec) if self.count > 1 else None
+        self.function: Any = None
+
+    def load(self) -> None:
+        """Load the kernel that merges, if there may be something to merge."""
+        if self.count > 1:
+            self.function = self.executor.load(combine_splits.KERNEL, self.spec)
 
     def partials(self, workspace: int) -> bytes:
         """Where the parts are, for the kernel that makes them and the one that merges them."""
@@ -70,7 +78,7 @@ class SplitPlan:
 
     def combine(self, shared: Shared, partials: bytes) -> list[Launch]:
         """The launch that merges the parts of every token that has several, if any may; the others are finished."""
-        if self.function is None:
+        if self.count == 1:
             return []
         p = self.problem
         packed = combine_splits.PARAMS.pack(

@@ -140,6 +140,10 @@ class Api:
         """Handle of the calling thread's current stream of the current device."""
         return int(self._current_stream().ptr)
 
+    def is_capturing(self) -> bool:
+        """Whether that stream records a graph."""
+        return bool(self._current_stream().is_capturing())
+
 
 @functools.cache
 def nvrtc() -> Nvrtc:

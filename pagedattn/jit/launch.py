@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from pagedattn.errors import UnsupportedError
+from pagedattn.errors import PagedAttentionError, UnsupportedError
 from pagedattn.jit import cuda, driver
 from pagedattn.jit.compiler import Compiler, arch_of, default_compiler
 from pagedattn.jit.spec import Spec
@@ -70,7 +70,10 @@ class Executor(Protocol[Function]):
         ...
 
     def load(self, kernel: Kernel[S], spec: S) -> Function:
-        """Return the kernel for this Spec, compiled and loaded; quick from the second time on."""
+        """Return the kernel for this Spec, compiled and loaded; quick from the second time on.
+
+        Loading may allocate. So while the current stream records a graph, a kernel that is not loaded is an error.
+        """
         ...
 
     def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
@@ -130,12 +133,14 @@ class CudaExecutor:
         self._lock = threading.Lock()
 
     def load(self, kernel: Kernel[S], spec: S) -> CudaFunction:
-        """Return the kernel for this Spec, compiled and loaded; quick from the second time on.
-
-        Loading may allocate, so it has to come before a graph capture.
-        """
+        """Return the kernel for this Spec, compiled and loaded; see :meth:`Executor.load`."""
         function = self._functions.get((kernel, spec))
         if function is None:
+            if self._api.is_capturing():
+                raise PagedAttentionError(
+                    f"graph capture: {kernel.stem} was not loaded before the capture began, and these arrays need it; "
+                    "run the same call once on this stream first, with arrays that are aligned alike."
+                )
             binary = self.compiler.compile(kernel, spec, self.arch)
             with self._lock:  # one module a kernel, and no two threads in one function's attributes
                 function = self._functions.get((kernel, spec))

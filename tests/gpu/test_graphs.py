@@ -7,6 +7,7 @@ import pytest
 
 from pagedattn import PagedAttentionError
 from pagedattn.graph import GraphBuckets, GraphedStep
+from pagedattn.jit.launch import cuda_executor
 
 from .decoding import Decoder, Model, host
 
@@ -126,6 +127,46 @@ def test_a_cold_capture_is_refused_before_it_breaks(cupy):
             decoder.step()
         stream.end_capture()
         decoder.step()  # the stream is as good as before
+        stream.synchronize()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model(num_heads=16, kv_num_heads=8, head_size=128, block_size=64),
+        Model(num_heads=16, kv_num_heads=1, head_size=576, v_head_size=512, block_size=64),
+        Model(new_tokens=48, head_size=128, block_size=64),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_only_arrays_aligned_otherwise_need_is_not_loaded_in_a_capture(cupy, model, monkeypatch):
+    executor = cuda_executor(0)
+    if executor.arch != "sm_90a":
+        pytest.skip("of Hopper's kernels, which read in vectors")
+    monkeypatch.setattr(executor, "_functions", {})  # other tests' calls have loaded everything
+    decoder = Decoder(cupy, model)
+    decoder.prepare([1, 2, 3], 0)
+    cache = decoder.arrays["key_cache"]
+    shifted = cupy.empty(cache.size + 4, np.uint16)[4:].view(cache.dtype).reshape(cache.shape)
+    shifted.view(np.uint16)[...] = cache.view(np.uint16)
+    aligned, shifted = decoder.arrays, {**decoder.arrays, "key_cache": shifted}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        decoder.step()  # a call of this kind was run, but not with such arrays
+        decoder.arrays = shifted
+        stream.begin_capture()
+        with pytest.raises(PagedAttentionError, match="run the same call once on this stream first"):
+            decoder.step()
+        stream.end_capture()
+        want = host(decoder.step())
+        stream.begin_capture()
+        results = decoder.step()
+        graph = stream.end_capture()
+        graph.launch(stream)
+        assert host(results) == want
+        decoder.arrays = aligned
+        decoder.step()
         stream.synchronize()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +28,8 @@ class FakeApi(cuda.Api):
     def __init__(self):
         self.calls = []
         self._thread = threading.local()
-        self._current_stream = lambda: type("Stream", (), {"ptr": 100 + self.current})
+        self._current_stream = lambda: SimpleNamespace(ptr=100 + self.current, is_capturing=lambda: self.capturing)
+        self.capturing = False
         self.version = 12030
         self.status = 0
         self.attributes = []
@@ -133,6 +135,20 @@ def test_loads_once(api):
         thread.join()
     assert len(set(map(id, functions))) == 1
     assert api.calls == [("load", 0, f"{SPEC}@sm_90a")]
+
+
+def test_nothing_is_loaded_within_a_capture(api):
+    compiler = FakeCompiler()
+    executor = CudaExecutor(0, compiler)
+    api.capturing = True
+    with pytest.raises(PagedAttentionError, match=r"^graph capture: tiny was not loaded before the capture began"):
+        executor.load(KERNEL, SPEC)
+    assert not compiler.compiled
+    assert not api.calls
+    api.capturing = False
+    function = executor.load(KERNEL, SPEC)
+    api.capturing = True
+    assert executor.load(KERNEL, SPEC) is function
 
 
 def test_launch_passes_everything_on(api):

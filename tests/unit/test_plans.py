@@ -11,6 +11,7 @@ import pytest
 
 from pagedattn import warmup
 from pagedattn.backends import decode_split_kv
+from pagedattn.errors import PagedAttentionError
 from pagedattn.kernels import decode_heads_sm90
 from pagedattn.problem import Problem, TensorInfo
 from tests.support.batches import Layer
@@ -53,14 +54,20 @@ def problem_of(layer: Layer, batch_size: int, new: int, width: int, num_blocks: 
     return replace(small, max_blocks_per_sequence=width, num_blocks=num_blocks)
 
 
-def launches(backend: str, problem: Problem) -> tuple[int, list[Any]]:
-    """Bytes of the workspace, and of each launch the kernel, its grid, its threads and its shared memory."""
-    plan = import_module(f"pagedattn.backends.{backend}").plan(problem, Shapes())
+def tensors_of(problem: Problem, pointer: int = 4096) -> dict[str, TensorInfo]:
+    """Arrays that all lie at one address."""
     names = ("query", "key", "value", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens")
-    info = TensorInfo((1, 1, 1, 1), np.dtype(np.float16), "cuda:0", (4096, 1024, 128, 1), 4096, True)
+    info = TensorInfo((1, 1, 1, 1), np.dtype(np.float16), "cuda:0", (4096, 1024, 128, 1), pointer, True)
     tensors = dict.fromkeys((*names, "block_table", "output", "lse"), info)
     if problem.is_latent:
         del tensors["value"], tensors["value_cache"]
+    return tensors
+
+
+def launches(backend: str, problem: Problem) -> tuple[int, list[Any]]:
+    """Bytes of the workspace, and of each launch the kernel, its grid, its threads and its shared memory."""
+    plan = import_module(f"pagedattn.backends.{backend}").plan(problem, Shapes())
+    tensors = tensors_of(problem)
     return plan.workspace_bytes, [launch[:4] for launch in plan.launches(tensors, 1 << 20)]
 
 
@@ -111,6 +118,46 @@ def test_warm_up_compiles_the_kernels_of_any_batch(batch_size: int) -> None:
     problem = problem_of(LAYERS["decode_split_kv"], batch_size, 1, 256, 256 * batch_size)
     stems = {kernel.stem for kernel, _ in warmup.kernels_of(problem, 90)}
     assert stems == {"write_cache", "combine_splits", "decode_split_kv", "decode_heads_sm90"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "first", "other"),
+    [
+        ("decode_split_kv", "decode_heads_sm90", "decode_split_kv"),
+        ("flash_prefill", "flash_prefill_sm90", "flash_prefill_sm80"),
+        ("latent_mla", "latent_decode_sm90", "latent_decode"),
+    ],
+)
+def test_the_kernel_for_other_arrays_is_loaded_once_when_it_is_needed_and_not_in_a_capture(
+    backend: str, first: str, other: str
+) -> None:
+    class Capturing(Shapes):
+        """An executor that notes what is loaded, and refuses it while ``capturing``."""
+
+        def __init__(self) -> None:
+            super().__init__("sm_90a")
+            self.capturing, self.loaded = False, [""]
+
+        def load(self, kernel: Any, spec: Any) -> Any:
+            if self.capturing:
+                raise PagedAttentionError("graph capture")
+            self.loaded.append(kernel.stem)
+            return super().load(kernel, spec)
+
+    executor = Capturing()
+    problem = problem_of(LAYERS[backend], 256, 1, 16, 256 * 16)
+    plan = import_module(f"pagedattn.backends.{backend}").plan(problem, executor)
+    assert first in executor.loaded
+    assert other not in executor.loaded
+    unaligned = tensors_of(problem, 4104)
+    executor.capturing = True
+    with pytest.raises(PagedAttentionError, match="graph capture"):
+        plan.launches(unaligned, 1 << 20)
+    executor.capturing = False
+    assert other in [launch.function[0] for launch in plan.launches(unaligned, 1 << 20)]
+    executor.capturing = True  # all is there now
+    assert plan.launches(unaligned, 1 << 20) == plan.launches(unaligned, 1 << 20)
+    assert executor.loaded.count(other) == 1
 
 
 @pytest.mark.parametrize(
