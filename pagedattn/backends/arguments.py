@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pagedattn.jit.params import Layout
 from pagedattn.kernels.layouts import (
     BLOCK_TABLE,
     KV_CACHE,
@@ -112,7 +113,7 @@ def output(p: Problem, tensors: Tensors) -> bytes:
 
 
 class Shared:
-    """The structs that every attention kernel takes, packed once a call."""
+    """The structs that kernels share, packed once a call under the names that they have in every Params."""
 
     def __init__(self, p: Problem, tensors: Tensors) -> None:
         self.sequences = sequence_table(p, tensors)
@@ -121,3 +122,7 @@ class Shared:
         self.value_cache = kv_cache(p, tensors, "value_cache")
         self.rules = score_rules(p, tensors)
         self.out = output(p, tensors)
+
+    def of(self, params: Layout) -> dict[str, bytes]:
+        """Those that a kernel's Params has."""
+        return {name: packed for name, packed in vars(self).items() if name in params.fields}

@@ -35,12 +35,7 @@ class DensePlan:
         packed = kernel.PARAMS.pack(
             query=query.pointer,
             query_stride=query.stride,
-            sequences=shared.sequences,
-            blocks=shared.blocks,
-            key_cache=shared.key_cache,
-            value_cache=shared.value_cache,
-            rules=shared.rules,
-            out=shared.out,
+            **shared.of(kernel.PARAMS),
             output_qk=arguments.pointer(tensors, "output_qk"),
             max_context_len=tensors["output_qk"].shape[2] if p.qk_output else 0,
             qk_output=p.qk_output,

@@ -68,12 +68,7 @@ class _General:
         packed = flash_prefill_sm80.PARAMS.pack(
             query=query.pointer,
             query_stride=query.stride,
-            sequences=shared.sequences,
-            blocks=shared.blocks,
-            key_cache=shared.key_cache,
-            value_cache=shared.value_cache,
-            rules=shared.rules,
-            out=shared.out,
+            **shared.of(flash_prefill_sm80.PARAMS),
             group_size=p.group_size,
         )
         attention = flash_prefill_sm80.launch(

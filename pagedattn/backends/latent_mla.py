@@ -142,11 +142,7 @@ class _General:
         packed = latent_decode.PARAMS.pack(
             query=query.pointer,
             query_stride=query.stride,
-            sequences=shared.sequences,
-            blocks=shared.blocks,
-            key_cache=shared.key_cache,
-            rules=shared.rules,
-            out=shared.out,
+            **shared.of(latent_decode.PARAMS),
             partials=partials,
         )
         attention = latent_decode.launch(

@@ -82,10 +82,7 @@ class SplitPlan:
             return []
         p = self.problem
         packed = combine_splits.PARAMS.pack(
-            sequences=shared.sequences,
-            blocks=shared.blocks,
-            rules=shared.rules,
-            out=shared.out,
+            **shared.of(combine_splits.PARAMS),
             partials=partials,
             heads_per_cta=combine_splits.heads_per_cta(p.token_count, p.num_heads),
         )
