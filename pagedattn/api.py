@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
@@ -277,21 +277,33 @@ class PagedAttention:
         issue()
 
     def explain(self, **inputs: Any) -> Choice:
-        """Tell which backend would serve a call with these inputs, by name, and why each earlier one would not."""
-        return self._prepare_named(inputs).choice
+        """Tell which backend would serve a call with these inputs, by name, and why each earlier one would not.
+
+        On a GPU also which kernels it would launch; results are taken to be aligned as new arrays are.
+        """
+        prepared, infos = self._prepare_named(inputs)
+        problem = prepared.problem
+        if prepared.executor is None or not problem.token_count:
+            return prepared.choice
+        # Results and workspace lie where no launch of these will ever be issued.
+        rows = infos["query"]._replace(pointer=1 << 20)
+        imagined = {"output": rows, "lse": rows, "output_qk": rows._replace(shape=(0, 0, problem.max_kv_len_bound))}
+        with prepared.runtime.active():
+            launches = prepared.plan.launches({**imagined, **infos}, 1 << 21)
+        kernels = (launch.function.name.partition("<")[0] for launch in launches if 0 not in launch.grid)
+        return replace(prepared.choice, kernels=tuple(kernels))
 
     def problem_of(self, **inputs: Any) -> Problem:
         """The `Problem` that a call with these inputs, by name, poses."""
-        return self._prepare_named(inputs).problem
+        return self._prepare_named(inputs)[0].problem
 
-    def _prepare_named(self, inputs: dict[str, Any]) -> _Prepared:
+    def _prepare_named(self, inputs: dict[str, Any]) -> tuple[_Prepared, dict[str, TensorInfo]]:
         arrays = {name: x for name, x in inputs.items() if x is not None}
         unknown = sorted(set(arrays) - set(contract.INPUT_BY_NAME))
         if unknown:
             raise InvalidArgumentError(f"{unknown[0]}: expected an input among {', '.join(contract.INPUT_BY_NAME)}.")
         prepared, pointers = self._prepare(arrays)
-        self._infos_at(prepared, pointers)
-        return prepared
+        return prepared, self._infos_at(prepared, pointers)
 
     def _prepare(self, arrays: dict[str, Any]) -> tuple[_Prepared, list[int]]:
         """Problem, backend and plan of a call, and its addresses; from the second call of a kind on, one look-up.
@@ -662,7 +674,7 @@ def paged_attention(
 
 
 def explain(*, backend: str | None = None, **call: Any) -> Choice:
-    """Tell which backend would serve a call, and why each one of higher priority would not.
+    """Tell which backend would serve a call, with which kernels, and why each one of higher priority would not.
 
     Parameters
     ----------
@@ -674,7 +686,8 @@ def explain(*, backend: str | None = None, **call: Any) -> Choice:
     Returns
     -------
     Choice
-        ``choice.row.name`` is the backend; ``choice.passed_over`` holds the reasons; ``str(choice)`` shows both.
+        ``choice.row.name`` is the backend; ``choice.passed_over`` holds the reasons; ``choice.kernels`` are the kernels
+        that would be launched on a GPU; ``str(choice)`` shows all of it.
 
     Raises
     ------

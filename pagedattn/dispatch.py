@@ -19,13 +19,18 @@ class Choice:
         The chosen backend's row of the support table.
     passed_over : tuple of (str, str)
         Every backend of higher priority, with the reason why it was not chosen.
+    kernels : tuple of str
+        Kernels that it would launch, in order, where `explain` was asked about arrays on a GPU; else empty.
     """
 
     row: Row
     passed_over: tuple[tuple[str, str], ...]
+    kernels: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"backend: {self.row.name} (SdpaKernel={self.row.sdpa_kernel})"]
+        if self.kernels:
+            lines.append(f"kernels: {', '.join(self.kernels)}")
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.passed_over])
 
 

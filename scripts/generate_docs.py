@@ -162,8 +162,8 @@ SUPPORT_INTRO = """# Which backend serves what
 
 The table of `pagedattn/support.py`: dispatch walks it from left to right and takes the first backend that can serve a
 call and prefers it, else the first that can. It looks at static facts only: shapes, types, attributes, which inputs
-are present, host bounds, the device. `pagedattn.explain(...)` tells the choice for a call, and why each earlier one was
-passed over.
+are present, host bounds, the device. `pagedattn.explain(...)` tells the choice for a call, why each earlier one was
+passed over, and which kernels run on a GPU: a backend may have several for one problem, by how its arrays lie.
 
 What happens before attention (packed rows, QK-norm, RoPE, the quantized store, slot_mapping) is no feature of a
 backend: one kernel does it for all of them."""

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from pagedattn import Float8View, PagedAttention, api
 from pagedattn import runtime as runtimes
 from pagedattn.errors import InvalidArgumentError
+from pagedattn.jit.spec import Spec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -32,6 +34,13 @@ class ndarray:
 ndarray.__module__ = "cupy"
 
 
+class Loaded(NamedTuple):
+    """A kernel, as far as a call looks at it."""
+
+    name: str
+    spec: Spec
+
+
 class Executor:
     """Loads nothing, notes what is prepared and what is issued."""
 
@@ -41,7 +50,7 @@ class Executor:
         self.prepared, self.issued = [], []
 
     def load(self, kernel, spec):
-        return kernel.stem, spec
+        return Loaded(kernel.expression(spec), spec)
 
     def prepare(self, launches, stream):
         launches = (stream, tuple(launches))
@@ -119,7 +128,7 @@ def test_the_same_call_is_checked_and_packed_once(device, validations):
         paged(**arrays())
     assert (len(validations), len(device.executor.prepared), len(device.executor.issued)) == (1, 1, 3)
     assert len(set(device.executor.issued)) == 1
-    assert [launch.function[0] for launch in device.executor.issued[0][1]][:1] == ["write_cache"]
+    assert device.executor.issued[0][1][0].function.name.startswith("write_cache<")
 
 
 def test_other_addresses_are_packed_anew_and_nothing_else(device, validations):
@@ -240,6 +249,25 @@ def test_explain_minds_addresses_too(device):
     assert paged.explain(**given).row.name == "decode"
     with pytest.raises(InvalidArgumentError, match="expected memory of its own"):
         paged.explain(**{**given, "value_cache": given["key_cache"]})
+
+
+def test_explain_names_the_kernels_and_runs_nothing(device):
+    paged = operator()
+    given = {name: x for name, x in arrays().items() if name != "out"}
+    before = device.taken
+    choice = paged.explain(**given)
+    assert choice.kernels == ("write_cache", "decode_split_kv")
+    assert str(choice).splitlines()[1] == "kernels: write_cache, decode_split_kv"
+    wide = {**given, "block_table": ndarray(1 << 46, (3, 4096), np.int32)}
+    assert paged.explain(**wide).kernels == ("write_cache", "decode_split_kv", "combine_splits")
+    scores = operator(qk_output=1).explain(**given, attention_metadata=np.array([1, 64], np.int32))
+    assert scores.kernels == ("write_cache", "dense_attention")
+    none = {name: ndarray(1 << 46, (0, width)) for name, width in (("query", 256), ("key", 128), ("value", 128))}
+    assert paged.explain(**{**given, **none}).kernels == ()
+    assert not device.executor.prepared
+    assert device.taken == before
+    paged(**arrays())
+    assert tuple(launch.function.name.partition("<")[0] for launch in device.executor.issued[0][1]) == choice.kernels
 
 
 def test_launches_belong_to_a_stream(device):
