@@ -18,6 +18,7 @@ from pagedattn.errors import CompileError, UnsupportedError
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.params import i32, params, ptr
 from pagedattn.jit.spec import Spec
+from pagedattn.kernels import flash_prefill_sm90
 
 from . import memory, planted, sanitize, toolchain
 from .executor import EmulatorError, EmulatorExecutor
@@ -393,10 +394,9 @@ def test_clusters_are_refused() -> None:
         executor().load(CLUSTERS, ClustersSpec(2))
 
 
-def test_kernel_of_another_arch_is_refused() -> None:
-    kernel = Kernel("vocabulary", VocabularySpec, VOCABULARY_PARAMS, lambda s: 128, lambda s: 0, archs=("sm_90a",))
-    with pytest.raises(UnsupportedError, match="sm_90a"):
-        executor().load(kernel, VocabularySpec())
+def test_kernel_with_warpgroup_products_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="flash_prefill_sm90: has warpgroup products"):
+        EmulatorExecutor().load(flash_prefill_sm90.KERNEL, next(flash_prefill_sm90.smoke_specs()))
 
 
 @pytest.mark.parametrize(("grid", "block"), [((1, 65536, 1), 128), ((1, 1, 1), 1025), ((1, 1, 1), 0)])
