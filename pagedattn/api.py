@@ -17,7 +17,7 @@ from pagedattn.arrays import Adapter, Signature, adapter_of, dtype_named, identi
 from pagedattn.dispatch import Choice, select
 from pagedattn.dtypes import FLOAT32, INT32
 from pagedattn.errors import InvalidArgumentError, PagedAttentionError
-from pagedattn.jit.launch import Executor
+from pagedattn.jit.launch import Executor, Recorder
 from pagedattn.problem import Problem, TensorInfo
 from pagedattn.runtime import Runtime, emulated, runtime_of
 from pagedattn.validate import (
@@ -351,8 +351,13 @@ class PagedAttention:
                     "be loaded; run the same call once on this stream first."
                 )
             choice = select(problem, runtime.arch, backend)
-            plan = import_module(choice.row.module).plan(problem, runtime.executor)
-        executor = runtime.executor if choice.row.min_arch else None
+            executor = runtime.executor if choice.row.min_arch else None
+            make_plan = import_module(choice.row.module).plan
+            if executor is not None:  # planned twice, so that what has to be compiled is compiled side by side
+                recorder = Recorder(executor.arch, executor.max_shared_bytes, executor.multiprocessors)
+                make_plan(problem, recorder)
+                executor.compile_many(recorder.loaded)
+            plan = make_plan(problem, executor)
         return _Prepared(problem, choice, plan, runtime, executor, infos, spans(infos))
 
     def _infos_at(self, prepared: _Prepared, pointers: list[int]) -> dict[str, TensorInfo]:

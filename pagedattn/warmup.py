@@ -6,36 +6,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
 
 from pagedattn.dispatch import select
 from pagedattn.jit.compiler import MAX_SHARED_BYTES, arch_of, default_compiler
 from pagedattn.jit.cuda import nvrtc
-from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Launch
-from pagedattn.jit.spec import Spec
+from pagedattn.jit.launch import Compilation, Recorder
 from pagedattn.problem import Problem
 
-Compilation = tuple[Kernel[Any], Spec]
-
+# Of the device: they decide how work is split, and from which batch on it is one kernel's and not another's.
+MULTIPROCESSORS = 132
 # Decoding batches shrink and grow, and their size may decide which kernel attends.
 BATCH_SIZES = (1, 1024)
-
-
-class _Recorder:
-    """An executor that notes what is loaded and runs nothing."""
-
-    multiprocessors = 132  # decides how work is split, and from which batch on it is one kernel's and not another's
-
-    def __init__(self, arch: str, capability: int) -> None:
-        self.arch, self.max_shared_bytes = arch, MAX_SHARED_BYTES[capability]
-        self.loaded: list[Compilation] = []
-
-    def load(self, kernel: Kernel[Any], spec: Spec) -> None:
-        self.loaded.append((kernel, spec))
-
-    def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
-        raise AssertionError("planning launches nothing")
 
 
 def kernels_of(problem: Problem, capability: int, backend: str | None = None) -> list[Compilation]:
@@ -51,7 +32,7 @@ def kernels_of(problem: Problem, capability: int, backend: str | None = None) ->
     backend : str, optional
         Force one.
     """
-    recorder = _Recorder(arch_of(divmod(capability, 10), nvrtc().archs), capability)
+    recorder = Recorder(arch_of(divmod(capability, 10), nvrtc().archs), MAX_SHARED_BYTES[capability], MULTIPROCESSORS)
     choice = select(problem, capability, backend)
     if choice.row.min_arch:
         plan = import_module(choice.row.module).plan

@@ -51,6 +51,9 @@ class Launch(NamedTuple):
     params: bytes
 
 
+Compilation = tuple["Kernel[Any]", Spec]
+
+
 class Executor(Protocol[Function]):
     """What runs kernels. ``Function`` is its own handle of a loaded kernel, opaque to callers."""
 
@@ -76,12 +79,33 @@ class Executor(Protocol[Function]):
         """
         ...
 
+    def compile_many(self, items: Iterable[Compilation]) -> None:
+        """Compile kernels that are going to be loaded, side by side where that is quicker."""
+        ...
+
     def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
         """Check launches and lay them out; what is returned issues them, one after the other, to a stream.
 
         It may be called any number of times and by several threads, while the device is current.
         """
         ...
+
+
+class Recorder:
+    """An executor that runs nothing: ``loaded`` has what a plan would load, in order and as often."""
+
+    def __init__(self, arch: str, max_shared_bytes: int, multiprocessors: int) -> None:
+        self.arch, self.max_shared_bytes, self.multiprocessors = arch, max_shared_bytes, multiprocessors
+        self.loaded: list[Compilation] = []
+
+    def load(self, kernel: Kernel[Any], spec: Spec) -> None:
+        self.loaded.append((kernel, spec))
+
+    def compile_many(self, items: Iterable[Compilation]) -> None:
+        pass
+
+    def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
+        raise AssertionError("planning launches nothing")
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,12 +186,11 @@ class CudaExecutor:
                 self._api.allow_shared_bytes(pointer, shared_bytes)
         return CudaFunction(kernel.expression(spec), pointer, module, kernel.waits_itself and self._can_overlap)
 
-    def compile_many(self, items: Iterable[tuple[Kernel[Any], Spec]], jobs: int = 4) -> None:
-        """Compile and load several kernels before they are needed, ``jobs`` at a time."""
-        items = list(items)
-        self.compiler.compile_many(items, self.arch, jobs)
-        for kernel, spec in items:
-            self.load(kernel, spec)
+    def compile_many(self, items: Iterable[Compilation]) -> None:
+        """Compile those that are not loaded, in threads; see :meth:`Executor.compile_many`."""
+        missing = [item for item in dict.fromkeys(items) if item not in self._functions]
+        if len(missing) > 1:
+            self.compiler.compile_many(missing, self.arch, len(missing))
 
     def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
         """Check launches and lay them out for the driver; see :meth:`Executor.prepare`."""

@@ -127,6 +127,9 @@ class EmulatorExecutor:
             self._functions[key] = Function(kernel.expression(spec), kernel.params, library, entry)
         return self._functions[key]
 
+    def compile_many(self, items: Iterable[tuple[Kernel[Any], Spec]]) -> None:
+        """Nothing: each is compiled when it is loaded."""
+
     def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
         """What runs kernels to their ends, one after the other."""
         launches = list(launches)

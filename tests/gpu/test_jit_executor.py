@@ -55,7 +55,7 @@ def test_result(cupy, executor, io, negate, width):
 
 def test_the_current_stream_is_used_and_can_be_captured(cupy, executor):
     spec = TinySpec(dtypes.FLOAT16, 128, False)
-    executor.compile_many([(KERNEL, spec)])
+    executor.load(KERNEL, spec)
     source, out = cupy.arange(256, dtype=cupy.float32), cupy.zeros(256, dtype=cupy.float32)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()

@@ -95,15 +95,14 @@ class FakeApi(cuda.Api):
 
 class FakeCompiler:
     def __init__(self):
-        self.compiled = []
+        self.compiled, self.many = [], []
 
     def compile(self, kernel, spec, arch):
         self.compiled.append((kernel, spec, arch))
         return Binary(b"cubin", f"{spec}@{arch}")
 
     def compile_many(self, items, arch, jobs):
-        for kernel, spec in items:
-            self.compile(kernel, spec, arch)
+        self.many.append((items, arch, jobs))
 
 
 @pytest.fixture
@@ -227,13 +226,16 @@ def test_threads_do_not_share_parameters(api):
     assert all(call[-1] == packed(call[3][0]) for call in launches)
 
 
-def test_compile_many_loads_all(api):
+def test_what_is_not_loaded_is_compiled_side_by_side_and_once(api):
     compiler = FakeCompiler()
     executor = CudaExecutor(1, compiler)
-    specs = [TinySpec(dtypes.FLOAT16, width, False) for width in (16, 32)]
-    executor.compile_many(((KERNEL, spec) for spec in specs), jobs=2)
-    assert [call[:2] for call in api.calls] == [("load", 1)] * 2
-    assert {arch for _, _, arch in compiler.compiled} == {"sm_80"}
+    specs = [TinySpec(dtypes.FLOAT16, width, False) for width in (16, 32, 48)]
+    executor.load(KERNEL, specs[0])
+    executor.compile_many((KERNEL, spec) for spec in [*specs, specs[1]])
+    assert compiler.many == [([(KERNEL, specs[1]), (KERNEL, specs[2])], "sm_80", 2)]
+    executor.compile_many((KERNEL, spec) for spec in specs[:2])  # one alone needs no thread
+    assert len(compiler.many) == 1
+    assert [call[:2] for call in api.calls] == [("load", 1)]
 
 
 def test_what_is_prepared_is_issued_in_order_as_often_as_it_is_called(api):

@@ -47,10 +47,14 @@ class Executor:
     arch, max_shared_bytes, multiprocessors = "sm_80", 163 << 10, 108
 
     def __init__(self):
-        self.prepared, self.issued = [], []
+        self.prepared, self.issued, self.loaded, self.compiled = [], [], [], []
 
     def load(self, kernel, spec):
+        self.loaded.append((kernel, spec))
         return Loaded(kernel.expression(spec), spec)
+
+    def compile_many(self, items):
+        self.compiled.append((len(self.loaded), list(items)))
 
     def prepare(self, launches, stream):
         launches = (stream, tuple(launches))
@@ -129,6 +133,16 @@ def test_the_same_call_is_checked_and_packed_once(device, validations):
     assert (len(validations), len(device.executor.prepared), len(device.executor.issued)) == (1, 1, 3)
     assert len(set(device.executor.issued)) == 1
     assert device.executor.issued[0][1][0].function.name.startswith("write_cache<")
+
+
+def test_what_a_kind_of_call_loads_is_compiled_together_before_it_is_loaded(device):
+    paged = operator()
+    for base in (1 << 44, 1 << 45):
+        paged(**arrays(base))
+    ((loaded_before, compiled),) = device.executor.compiled
+    assert loaded_before == 0
+    assert compiled == device.executor.loaded
+    assert {kernel.stem for kernel, _ in compiled} >= {"write_cache", "decode_split_kv"}
 
 
 def test_other_addresses_are_packed_anew_and_nothing_else(device, validations):
