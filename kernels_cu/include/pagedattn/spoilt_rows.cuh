@@ -74,14 +74,15 @@ template <DType Cache, int kValueSize> struct Values {
   const BlockTable& blocks;
   int sequence;
 
-  // Those of a lane's channels in `wanted` that `channels(seen)` names after a look at the mapped ones of `keys`, the newest first.
-  // Ends as soon as no lane wants more.
-  template <class Channels>
-  __device__ __forceinline__ uint32_t find(const KeyRange& keys, uint32_t wanted, const Channels& channels) const {
+  // Those of a lane's channels in `wanted` in which one of `keys` is infinite or NaN, or, with `in_any_sum`, in which a row that admits
+  // all of them is NaN whatever its weights are. Looks at the mapped keys, the newest first, until no lane wants more. Not inlined:
+  // three copies of it would be much to compile for what is rare.
+  __device__ __noinline__ uint32_t find(const KeyRange& keys, uint32_t wanted, bool in_any_sum) const {
     Seen seen;
+    const auto found = [&] { return in_any_sum ? seen.nan_in_any_sum() : seen.any(); };
 #pragma unroll 1
     for (int end = keys.end; end > keys.begin; end -= kKeys) {
-      if (!__any_sync(kFullWarp, (wanted & ~channels(seen)) != 0)) break;
+      if (!__any_sync(kFullWarp, (wanted & ~found()) != 0)) break;
       int block[kKeys];
       Pair x[kKeys][kPairs];
 #pragma unroll
@@ -103,7 +104,7 @@ template <DType Cache, int kValueSize> struct Values {
         }
       }
     }
-    return wanted & channels(seen);
+    return wanted & found();
   }
 
   // Whether a row that admits `own`, and was multiplied with the values of all of `all`, may be NaN in one of the channels `nan`
@@ -114,13 +115,12 @@ template <DType Cache, int kValueSize> struct Values {
     const KeyRange below{all.begin, max_of(all.begin, min_of(own.begin, all.end))};
     const KeyRange above{min_of(all.end, max_of(own.end, all.begin)), all.end};
     if (below.end - below.begin <= kMostKeys - (above.end - above.begin)) {
-      const auto any = [](const Seen& seen) { return seen.any(); };
-      const uint32_t found = find(above, nan, any);
-      nan = found | find(below, nan & ~found, any);
+      const uint32_t hidden = find(above, nan, false);
+      nan = hidden | find(below, nan & ~hidden, false);
     }
     // The newest ones, because they are the ones that a row shares with fewest others.
     const KeyRange newest{max_of(own.begin, own.end - kMostKeys), own.end};
-    const uint32_t explained = find(newest, nan, [](const Seen& seen) { return seen.nan_in_any_sum(); });
+    const uint32_t explained = find(newest, nan, true);
     return __any_sync(kFullWarp, (nan & ~explained) != 0);
   }
 };
