@@ -5,29 +5,34 @@
 //   output^T [512 channels, N rows] += V^T [512, 64 keys]      x p^T [64 keys, N rows]
 //
 //   grid    x: split x row tile, the tiles of a split side by side
-//   CTA     two or three warpgroups that compute, the workers; one more, of which a warp loads and the others leave
+//   CTA     two warpgroups that compute, the workers; with 64 rows one more, the scorer; and one of which a warp loads and the others leave
 //   reads   query once a split; each latent row that some token of the tile admits once a row tile
 //   writes  output and lse where the tile has one split or none; else acc and lse of this split (combine_splits.cu)
-//   smem    | ring of thirds of tiles | queries | weights | row statistics, Work, barriers |; at the end the sums of values lie over
-//           ring and queries
+//   smem    | queries | weights | ring of tiles | row statistics, Work, barriers |; at the end the sums of values lie over the first
+//           three
 //
 // Workers take tiles of 64 keys in turn, each with a softmax and a reference of its own, and are merged in the end: nothing is
-// exchanged in the loop. With 64 rows the sums do not fit the registers of one, and two are a team, where each makes the weights of
-// every second tile and hands them to the other one:
+// exchanged in the loop. With 64 rows the sums do not fit the registers of one: two share the channels, and one more warpgroup, the
+// scorer, makes the weights of all tiles:
 //
-//   16, 32 rows   worker w   K[i] q |                   softmax | V[i] p[i] | K[i + workers] q ...   all value channels
-//   64 rows       worker w   K[i] q | V[i - 1] p[i - 1] | softmax | V[i] p[i] | K[i + 2] q ...        half w of them
+//   16, 32 rows   worker w   K[i] q |                   softmax | V[i] p[i] | K[i + 2] q ...         all value channels
+//   64 rows       scorer     K[i] q | softmax | K[i + 1] q | softmax ...
+//                 worker w                    | V[i] p[i]  | V[i + 1] p[i + 1] ...                    half w of them
 //
-// A tile comes in thirds of three channel groups, each [64 keys / 8][3 groups] atoms of 8 rows of 64 channels, which the copy engine
-// swizzles. Where the cache has the io type the tensor cores read K and V^T from there. Codes become float16 without their scale,
-// exactly, in registers, as the A operand of each product, and nothing is written back:
+// Where the cache has the io type, a tile comes in thirds of three channel groups, each [64 keys / 8][3 groups] atoms of 8 rows of 64
+// channels, which the copy engine swizzles, and the tensor cores read K and V^T from there.
+//
+// Codes come in parts of 16 tokens, which lie side by side in a block, by plain copies, and become float16 without their scale, exactly, in
+// registers, as the A operand of each product:
 //   K     a lane takes 16 neighbouring channels of a key in one access; the query has its channels in the order that follows
 //   V^T   ldmatrix moves pairs of bytes, so rows g and g + 8 of a product are neighbouring channels
+// Eight keys that a warp reads at a time, an octet, must start in eight different sixteenths of 128 bytes. Rows of 576 bytes do not, so
+// parts are 16 bytes apart, and an octet has two keys of each: the order of keys in the products is not that of the tile (`key_at`).
 // Invariants
 //   Splits are planned for a row tile, from the keys that any of its tokens admits; combine_splits plans the same way.
-//   What no token of the tile admits is not read where it fills blocks, and is zeros where it does not: it cannot reach the sums
-//   as 0 x NaN. What only some tokens admit can, and then shows in the end (spoilt_rows.cuh). Blocks that are not mapped arrive as
-//   zeros and are masked.
+//   What no token of the tile admits is zeros in shared memory, and not read where it fills blocks (of codes, nowhere): it cannot reach
+//   the sums as 0 x NaN. What only some tokens admit can, and then shows in the end (spoilt_rows.cuh). Blocks that are not mapped
+//   arrive as zeros and are masked.
 //   Lengths that enter the mask are read here; host bounds only size the grid and the splits.
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/kv_accessor.cuh>
@@ -48,14 +53,13 @@ struct LatentRowsSm90Spec {
   DType io;        // of query and output
   DType cache;     // io, or codes of 8 bits
   int rows;        // query rows of a tile, tokens times heads: 16, 32 or 64
-  int workers;     // warpgroups that compute
-  int slots;       // thirds of tiles in the ring
+  int slots;       // of the ring
   bool has_rules;  // softcap, attention_bias or a scale that is not positive
 };
 
 struct LatentRowsSm90Params {
   TensorMap cache_map;   // [num_blocks, block_size / 8, channel groups, 8, kGroupChannels]; box [1, all or a tile's, kSlotGroups, all, all]
-  KvCache key_cache;     // the same array, for its scale and for rows that are attended again
+  KvCache key_cache;     // the same array; codes are read through this
   const void* query;     // [token_count, num_heads, kHeadSize], rows query_stride apart, on multiples of 16 bytes
   int64_t query_stride;  // elements
   int tile_count;        // row tiles of a split
@@ -71,22 +75,24 @@ struct LatentRowsSm90Params {
 constexpr int kHeadSize = 576;
 constexpr int kValueSize = 512;
 constexpr int kTileKeys = 64;
-constexpr int kSmallestBlock = 16;
+constexpr int kPartKeys = 16;  // of the smallest block
+constexpr int kParts = kTileKeys / kPartKeys;
+constexpr int kPadBytes = 16;  // between parts of codes
 constexpr int kGroupChannels = 64;
 constexpr int kSlotGroups = 3;
-constexpr int kSlotsOfTile = kHeadSize / kGroupChannels / kSlotGroups;
 constexpr int kValueGroups = kValueSize / kGroupChannels;  // and products of 64 channels
 constexpr int kSteps = 4;                                  // of 16 channels of a group, or of 16 keys of a tile
 constexpr int kWorkerWarps = kWarpgroup / kWarpSize;
+constexpr int kWorkers = 2;
 constexpr int kTeamBuffers = 3;  // tiles whose weights a team has at a time
-constexpr int kLoadRegisters = 40;
+constexpr int kScorerRegisters = 112;
 constexpr int kQueryRowBytes = 2 * kGroupChannels;
 constexpr int kWeightRowBytes = 2 * kTileKeys;
 constexpr int kUnmappedTiles = 8;              // tiles that are being loaded or computed at a time, at most
 constexpr int kOutputStride = kValueSize + 4;  // floats, so that four rows start in different banks
 
-// Named barriers: of all workers, of each worker.
-enum Barrier { kNone, kAllWorkers, kOwn };
+// Named barriers: of all that compute, of all workers, of each softmax.
+enum Barrier { kNone, kQueries, kAllWorkers, kOwn };
 
 // One piece of work.
 struct Work {
@@ -111,29 +117,37 @@ template <LatentRowsSm90Spec S> struct Shape {
   static constexpr bool kSpoils = can_spoil(S.cache);
   using Math = element_t<kCodes ? DType::f16 : S.io>;    // of operands
   static constexpr int kRows = S.rows;
-  static constexpr int kWorkers = S.workers;
   static constexpr int kWorkerThreads = kWorkers * kWarpgroup;
-  static constexpr int kThreads = kWorkerThreads + kWarpgroup;
-  static constexpr int kBatch = 2;  // steps whose codes are widened together
-  static constexpr int kComputeRegisters = kWorkers == 3 ? 152 : 232;
-  static constexpr int kRowBytes = row_bytes_of(S.cache, kGroupChannels);
-  static constexpr int kAtomBytes = 8 * kRowBytes;
+  static constexpr bool kHasScorer = S.rows > 32;  // and workers that share tiles, because one has no registers for all channels
+  static constexpr int kScorerThreads = kHasScorer ? kWarpgroup : 0;
+  static constexpr int kThreads = kWorkerThreads + kScorerThreads + kWarpgroup;
+  static constexpr int kSoftmaxes = kHasScorer ? 1 : kWorkers;
+  static constexpr int kKeyBatch = kHasScorer ? 4 : 2;  // steps whose operands are made together
+  static constexpr int kValueBatch = 2;
+  static constexpr int kLoadRegisters = kHasScorer ? 32 : 40;
+  static constexpr int kWorkerRegisters = kHasScorer ? 184 : 232;
+  static constexpr int kRowBytes = row_bytes_of(S.cache, kHeadSize);
+  static constexpr int kGroupBytes = row_bytes_of(S.cache, kGroupChannels);
+  static constexpr int kAtomBytes = 8 * kGroupBytes;
   static constexpr int kEightKeysBytes = kSlotGroups * kAtomBytes;
-  static constexpr int kSlotBytes = kTileKeys / 8 * kEightKeysBytes;
+  static constexpr int kPartBytes = kPartKeys * kRowBytes + kPadBytes;
+  static constexpr int kSlotsOfTile = kCodes ? 1 : kHeadSize / kGroupChannels / kSlotGroups;
+  static constexpr int kSlotBytes = kCodes ? kParts * kPartBytes : kTileKeys / 8 * kEightKeysBytes;
   static constexpr int kQueryGroupBytes = kRows * kQueryRowBytes;
   static constexpr int kQueryBytes = kHeadSize / kGroupChannels * kQueryGroupBytes;
   static constexpr int kWeightBytes = kRows * kWeightRowBytes;
   static constexpr int kRowTiles = kRows / 8;       // of eight rows, side by side in an accumulator
   static constexpr int kScores = kRows / 2;         // of a thread: in each row tile two rows and two keys (or channels)
   static constexpr int kLaneRows = 2 * kRowTiles;
-  static constexpr int kTeam = S.rows > 32 ? 2 : 1;  // workers that share tiles, because one has no registers for all channels
+  static constexpr int kTeam = kHasScorer ? kWorkers : 1;  // workers that share tiles
   static constexpr int kTeams = kWorkers / kTeam;
   static constexpr int kWeightBuffers = kTeam > 1 ? kTeamBuffers : 2 * kWorkers;
   static constexpr int kOwnGroups = kValueGroups / kTeam;  // of value channels of a worker
-  static_assert(kLoadRegisters + kWorkers * kComputeRegisters <= (kWorkers + 1) * ptx::start_registers(kThreads),
+  static_assert(kLoadRegisters + kWorkers * kWorkerRegisters + kHasScorer * kScorerRegisters <=
+                    kThreads / kWarpgroup * ptx::start_registers(kThreads),
                 "more would wait forever");
-  static_assert(kTeam == 1 || kTeam == kWorkers, "one team, or none");
-  static_assert(S.slots * kSlotBytes + kQueryBytes >= kTeams * kRows * kOutputStride * 4, "the output takes the place of ring and queries");
+  static_assert(kQueryBytes + kWeightBuffers * kWeightBytes + S.slots * kSlotBytes >= kTeams * kRows * kOutputStride * 4,
+                "the output takes their place");
   static_assert(S.slots / kSlotsOfTile + 2 <= kUnmappedTiles, "a tile's bits are read before they are written again");
 };
 
@@ -145,59 +159,62 @@ struct RowScale {
 constexpr float kNoShift = 1e38f;  // any score goes too far, and none that is masked
 
 // What threads tell each other about rows.
-template <int kRows, int kWorkers> struct alignas(16) RowStatistics {
-  float factor[kRows];                             // takes q . k to a score: in base 2, unless rules come between
-  KeyRange admitted[kRows];                        // cut to the split
-  RowScale scale[kWorkers][kWorkerWarps][kRows];   // with this reference:
-  float reference[kWorkers][kWorkerWarps][kRows];  // near the maximum of q . k as it comes; the same in all warps of a worker
-  float of_warp[kWorkers][kWorkerWarps][kRows];    // maxima of q . k when a reference moves; sums of weights in the end
-  float moved_to[kTeamBuffers][kRows];             // of a team: references of a tile, where they
-  bool has_moved[kTeamBuffers];                    // have moved since the tile before
-  uint32_t spoilt[ceil_div(kRows, 32)];            // a bit a row
-  bool is_last;                                    // of the splits
+template <int kRows, int kSoftmaxes> struct alignas(16) RowStatistics {
+  float factor[kRows];                               // takes q . k to a score: in base 2, unless rules come between
+  KeyRange admitted[kRows];                          // cut to the split
+  RowScale scale[kSoftmaxes][kWorkerWarps][kRows];   // with this reference:
+  float reference[kSoftmaxes][kWorkerWarps][kRows];  // near the maximum of q . k as it comes; the same in all warps of a softmax
+  float of_warp[kSoftmaxes][kWorkerWarps][kRows];    // maxima of q . k when a reference moves; sums of weights in the end
+  float told[kRows];                                 // of a scorer: the references that the workers have been told of
+  float rescale[kTeamBuffers][kRows];                // what was summed up before a tile's weights is multiplied by this, where
+  bool has_moved[kTeamBuffers];                      // references have moved
+  uint32_t spoilt[ceil_div(kRows, 32)];              // a bit a row
+  bool is_last;                                      // of the splits
 };
 
 template <LatentRowsSm90Spec S> struct Shared {
   using F = Shape<S>;
-  unsigned char* ring;
   unsigned char* query;
   unsigned char* weights;  // [worker][2], or [kTeamBuffers]: those of the tiles before may still be multiplied
-  RowStatistics<F::kRows, S.workers>* rows;
+  unsigned char* ring;
+  RowStatistics<F::kRows, F::kSoftmaxes>* rows;
   Work* work;
-  uint64_t* full;      // [slots], one arrival and the bytes: the third is there
-  uint64_t* empty;     // [slots], an arrival of each warp that multiplies with the tile: the third is used up
-  uint64_t* ready;     // [kTeamBuffers], an arrival of each thread of a worker: weights are there, for the other one of the team
-  uint64_t* attended;  // an arrival of each thread of the workers: it reads ring and queries no more
-  uint64_t* put;       // the same: what it has summed up is there
-  uint32_t* unmapped;  // [kUnmappedTiles] bit i: block i of the tile has nothing to see
+  uint64_t* full;      // [slots], bytes, and an arrival of who loads, for codes of each lane: the slot is filled
+  uint64_t* empty;     // [slots], an arrival of each warp that multiplies with the tile: the slot is used up
+  uint64_t* ready;     // [kTeamBuffers], an arrival of each thread of the scorer: weights are there
+  uint64_t* used;      // [kTeamBuffers], an arrival of each warp of the workers: they are used up
+  uint64_t* attended;  // an arrival of each thread of the workers and the scorer: it reads ring and queries no more
+  uint64_t* put;       // an arrival of each thread of the workers: what it has summed up is there
+  uint32_t* unmapped;  // [kUnmappedTiles] bit i: part i of the tile has nothing to see
 
   __device__ __forceinline__ Shared() {
-    ring = swizzled_shared_memory();
-    query = ring + S.slots * F::kSlotBytes;
+    query = swizzled_shared_memory();
     weights = query + F::kQueryBytes;
-    rows = reinterpret_cast<RowStatistics<F::kRows, S.workers>*>(weights + F::kWeightBuffers * F::kWeightBytes);
+    ring = weights + F::kWeightBuffers * F::kWeightBytes;
+    rows = reinterpret_cast<RowStatistics<F::kRows, F::kSoftmaxes>*>(ring + S.slots * F::kSlotBytes);
     work = reinterpret_cast<Work*>(rows + 1);
     full = reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(work) + round_up(sizeof(Work), 16));
     empty = full + S.slots;
     ready = empty + S.slots;
-    attended = ready + kTeamBuffers;
+    used = ready + kTeamBuffers;
+    attended = used + kTeamBuffers;
     put = attended + 1;
     unmapped = reinterpret_cast<uint32_t*>(put + 1);
   }
 
   // What a team has summed up of a row, when all are done.
   __device__ __forceinline__ float* output_row(int team, int row) const {
-    return reinterpret_cast<float*>(ring) + (team * F::kRows + row) * kOutputStride;
+    return reinterpret_cast<float*>(query) + (team * F::kRows + row) * kOutputStride;
   }
 
   // What a row's sums of values are multiplied by, from `Worker::finish_row` on: in the place of a sum of weights.
   __device__ __forceinline__ float& result_of(int row) const { return rows->of_warp[0][0][row]; }
 
-  // The highest of the workers' references, when all are done.
+  // The highest of all references, when all are done.
   __device__ __forceinline__ float reference_of(int row) const {
     float top = rows->reference[0][0][row];
 #pragma unroll
-    for (int worker = 1; worker < S.workers; ++worker) top = fmaxf(top, rows->reference[worker][0][row]);
+    for (int i = 1; i < F::kSoftmaxes; ++i) top = fmaxf(top, rows->reference[i][0][row]);
     return top;
   }
 };
@@ -244,19 +261,37 @@ template <int kRows> __device__ __forceinline__ Work find_work(const LatentRowsS
   return work;
 }
 
-// The warp that loads, third after third, as far ahead as the ring has room.
+// Clears the rows of a tile of codes that are not read, where those of a lane's part that are, are [begin, end). All lanes of
+// a warp call it.
+template <LatentRowsSm90Spec S> __device__ __forceinline__ void clear_rows(unsigned char* s_tile, int begin, int end) {
+  using F = Shape<S>;
+#pragma unroll 1
+  for (int part = 0; part < kParts; ++part) {
+    const int part_begin = __shfl_sync(kFullWarp, begin, part);
+    const int part_end = __shfl_sync(kFullWarp, end, part);
+    if (part_end - part_begin == kPartKeys) continue;
+#pragma unroll 3
+    for (int byte = 16 * (threadIdx.x % kWarpSize); byte < kPartKeys * F::kRowBytes; byte += 16 * kWarpSize) {
+      const int row = byte / F::kRowBytes;
+      if (row < part_begin || row >= part_end) *reinterpret_cast<Vector16*>(s_tile + part * F::kPartBytes + byte) = Vector16{};
+    }
+  }
+  ptx::fence_async_proxy();  // copies follow when the slot is filled again
+}
+
+// The warp that loads, slot after slot, as far ahead as the ring has room.
 template <LatentRowsSm90Spec S>
 __device__ __forceinline__ void load_tiles(const LatentRowsSm90Params& p, const Shared<S>& shared, const Work& work) {
   using F = Shape<S>;
+  constexpr int kBatch = kWarpSize / kParts;  // tiles whose blocks are looked up together, one part a lane
   const int lane = threadIdx.x % kWarpSize;
-  const int block_keys = min_of(p.blocks.block_size, kTileKeys);  // of a block that lie in one tile
-  const int parts = kTileKeys / block_keys;
-  const int batch = kWarpSize / parts;  // tiles whose blocks are looked up together, one part a lane
+  const KvHead<S.cache> cache(p.key_cache, 0);
+  const int copy_keys = F::kCodes ? kPartKeys : min_of(p.blocks.block_size, kTileKeys);
 
-  // What the table has for a part, counted from the first tile on, or kUnmapped where there is nothing to read.
+  // What the table has for a part, counted from the first tile on, or kUnmapped where the copy that has it has nothing to read.
   const auto entry_of = [&](int part) {
-    const int64_t key = static_cast<int64_t>(work.first_tile) * kTileKeys + static_cast<int64_t>(part) * block_keys;
-    const bool wanted = key < work.keys.end && key + block_keys > work.keys.begin;
+    const int64_t key = (static_cast<int64_t>(work.first_tile) * kTileKeys + static_cast<int64_t>(part) * kPartKeys) & -copy_keys;
+    const bool wanted = key < work.keys.end && key + copy_keys > work.keys.begin;
     return wanted ? entry_of_position(p.blocks, work.tile.sequence.index, static_cast<int>(key)) : kUnmapped;
   };
 
@@ -264,29 +299,52 @@ __device__ __forceinline__ void load_tiles(const LatentRowsSm90Params& p, const 
   int entry = entry_of(lane);
   ptx::wait_for_previous_kernel();  // which writes the cache
   Ring<S.slots> ring;
-  for (int first = 0; first < work.tile_count; first += batch) {
+  for (int first = 0; first < work.tile_count; first += kBatch) {
     const int block = block_of_entry(p.blocks, entry);
-    entry = entry_of((first + batch) * parts + lane);  // on its way while these tiles are waited for
+    entry = entry_of((first + kBatch) * kParts + lane);  // on its way while these tiles are waited for
     const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped);
-    for (int i = first; i < min_of(first + batch, work.tile_count); ++i) {
-      const int first_part = (i - first) * parts;
-      const int eight = offset_in_block(p.blocks, (work.first_tile + i) * kTileKeys) / 8;  // 0 unless the tile lies in one block
-#pragma unroll
-      for (int third = 0; third < kSlotsOfTile; ++third) {
+    for (int i = first; i < min_of(first + kBatch, work.tile_count); ++i) {
+      const int first_part = (i - first) * kParts;
+      const int tile_key = (work.first_tile + i) * kTileKeys;
+      const uint32_t tile_unmapped = unmapped >> first_part & ((1u << kParts) - 1u);
+      if constexpr (F::kCodes) {
+        // This lane's part, and its rows [begin, end) that are read.
+        const int key = tile_key + lane % kParts * kPartKeys;
+        const int from = __shfl_sync(kFullWarp, block, first_part + lane % kParts);
+        const int begin = min_of(max_of(work.keys.begin - key, 0), kPartKeys);
+        const int end = from == kUnmapped ? begin : max_of(begin, min_of(work.keys.end - key, kPartKeys));
+        unsigned char* s_tile = shared.ring + ring.stage * F::kSlotBytes;
         ptx::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
-        const bool issues = ptx::elect();
-        if (issues) {
-          if (third == 0) shared.unmapped[i % kUnmappedTiles] = unmapped >> first_part & ((1u << parts) - 1u);
-          ptx::mbarrier_arrive_expect(shared.full + ring.stage, F::kSlotBytes);
-        }
-#pragma unroll
-        for (int part = 0; part < kTileKeys / kSmallestBlock; ++part) {
-          if (part >= parts) break;
-          const int from = __shfl_sync(kFullWarp, block, first_part + part);
-          unsigned char* s_part = shared.ring + ring.stage * F::kSlotBytes + part * (F::kSlotBytes / parts);
-          if (issues) ptx::tma_load(s_part, p.cache_map, shared.full + ring.stage, policy, 0, 0, third * kSlotGroups, eight, from);
+        if (__any_sync(kFullWarp, end - begin < kPartKeys)) clear_rows<S>(s_tile, begin, end);
+        if (lane == 0) shared.unmapped[i % kUnmappedTiles] = tile_unmapped;
+        ptx::mbarrier_arrive_expect(shared.full + ring.stage, lane < kParts ? (end - begin) * F::kRowBytes : 0);
+        if (lane < kParts) {
+          const int run = cache.token_bytes() == F::kRowBytes ? end - begin : 1;  // rows that lie side by side
+          for (int row = begin; row < end; row += run) {
+            ptx::bulk_load(s_tile + lane * F::kPartBytes + row * F::kRowBytes, cache.row(from, offset_in_block(p.blocks, key) + row),
+                           run * F::kRowBytes, shared.full + ring.stage, policy);
+          }
         }
         ring.advance();
+      } else {
+        const int eight = offset_in_block(p.blocks, tile_key) / 8;  // 0 unless the tile lies in one block
+#pragma unroll
+        for (int third = 0; third < F::kSlotsOfTile; ++third) {
+          ptx::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
+          const bool issues = ptx::elect();
+          if (issues) {
+            if (third == 0) shared.unmapped[i % kUnmappedTiles] = tile_unmapped;
+            ptx::mbarrier_arrive_expect(shared.full + ring.stage, F::kSlotBytes);
+          }
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            if ((part * kPartKeys & (copy_keys - 1)) != 0) continue;  // it lies in the box of the part before
+            const int from = __shfl_sync(kFullWarp, block, first_part + part);
+            unsigned char* s_box = shared.ring + ring.stage * F::kSlotBytes + part * (F::kSlotBytes / kParts);
+            if (issues) ptx::tma_load(s_box, p.cache_map, shared.full + ring.stage, policy, 0, 0, third * kSlotGroups, eight, from);
+          }
+          ring.advance();
+        }
       }
     }
   }
@@ -421,8 +479,8 @@ __device__ __noinline__ void repair(const LatentRowsSm90Params& p, const Work& w
   }
 }
 
-// A warpgroup that computes. It is a team of its own, with every kWorkers-th tile and all channels; or two are one team, where each
-// computes the weights of every second tile, and half of the channels from all of them.
+// A warpgroup that computes: a worker that is a team of its own, with every second tile and all channels; or the scorer, which makes
+// the weights of all tiles, or a worker of the one team, which has a part of the channels.
 //
 // With g = lane / 4, t = lane % 4: element 4 j + 2 half + c of an accumulator is row 8 j + 2 t + c of the tile's, and of M of this warp
 // number g + 8 half.
@@ -435,7 +493,8 @@ template <LatentRowsSm90Spec S> struct Worker {
 
   const LatentRowsSm90Params& p;
   const Shared<S>& shared;
-  const int index;  // of the worker
+  const int index;  // of the worker; 0 for the scorer
+  const int softmax = F::kHasScorer ? 0 : index;
   const int team = index / F::kTeam;
   const int rank = index % F::kTeam;  // in the team
   const int first_group = rank * F::kOwnGroups;
@@ -455,7 +514,14 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) sum[r] = 0.0f;
-    for (int row = lane(); row < F::kRows; row += kWarpSize) refer(row, negative_infinity());
+  }
+
+  // Who weighs calls it first.
+  __device__ __forceinline__ void start_softmax() const {
+    for (int row = lane(); row < F::kRows; row += kWarpSize) {
+      refer(row, negative_infinity());
+      if (F::kHasScorer && warp() == 0) shared.rows->told[row] = negative_infinity();
+    }
     __syncwarp();
   }
 
@@ -463,55 +529,62 @@ template <LatentRowsSm90Spec S> struct Worker {
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
   // The row tile's row, and the key in a tile, of an element.
   __device__ __forceinline__ static int row_of(int lane_row) { return lane_row / 2 * 8 + 2 * (threadIdx.x % 4) + lane_row % 2; }
-  __device__ __forceinline__ static int key_of(int half) { return 16 * warp() + lane() / 4 + 8 * half; }
-  // Where a third of the tile is whose first one is at `slot`.
-  __device__ __forceinline__ static Slot third_of(Slot slot, int third) {
+  __device__ __forceinline__ static int key_of(int half) { return key_at(16 * warp() + lane() / 4 + 8 * half); }
+  // The key of a tile that is number `position` in the products.
+  __device__ __forceinline__ static int key_at(int position) {
+    if constexpr (!F::kCodes) return position;
+    return position % 8 / 2 * kPartKeys + position / 8 * 2 + position % 2;
+  }
+  // Slot number `number` of the tile whose first one is `tile`.
+  __device__ __forceinline__ static Slot slot_of(Slot tile, int number) {
 #pragma unroll
-    for (int i = 0; i < third; ++i) slot.advance();
-    return slot;
+    for (int i = 0; i < number; ++i) tile.advance();
+    return tile;
   }
   __device__ __forceinline__ unsigned char* bytes_of(const Slot& slot) const { return shared.ring + slot.stage * F::kSlotBytes; }
-  __device__ __forceinline__ void wait_full(const Slot& slot) const { ptx::mbarrier_wait(shared.full + slot.stage, slot.parity); }
-  // Waits for a tile that the other worker has waited for, so that its bytes are visible here too.
-  __device__ __forceinline__ void see(const Slot& tile) const {
-#pragma unroll
-    for (int third = 0; third < kSlotsOfTile; ++third) wait_full(third_of(tile, third));
+  // The other workers may not have got what was in the slot before, of which `full` must not tell us: its parity has two values only.
+  __device__ __forceinline__ void wait_full(const Slot& slot) const {
+    ptx::mbarrier_wait(shared.empty + slot.stage, slot.parity ^ 1);
+    ptx::mbarrier_wait(shared.full + slot.stage, slot.parity);
   }
-  // Gives thirds [first, last) of a tile back, on behalf of this warp.
-  __device__ __forceinline__ void release(const Slot& tile, int first, int last) const {
-    if (lane() != 0) return;
-#pragma unroll
-    for (int third = 0; third < kSlotsOfTile; ++third) {
-      if (third >= first && third < last) ptx::mbarrier_arrive(shared.empty + third_of(tile, third).stage);
-    }
+  // Gives a slot back, on behalf of this warp.
+  __device__ __forceinline__ void release(const Slot& slot) const {
+    if (lane() == 0) ptx::mbarrier_arrive(shared.empty + slot.stage);
   }
 
-  // Clears keys that no token of the tile admits but that came with a block. Codes are cleared when they are read.
+  // Clears keys that no token of the tile admits but that came with a block. Codes came without.
   __device__ __forceinline__ void clear_outside(const Slot& tile, int tile_key) const {
     const int begin = keys.begin - tile_key;
     const int end = keys.end - tile_key;
     if (F::kCodes || (begin <= 0 && end >= kTileKeys)) return;
 #pragma unroll
-    for (int third = 0; third < kSlotsOfTile; ++third) {
-      const Slot slot = third_of(tile, third);
+    for (int third = 0; third < F::kSlotsOfTile; ++third) {
+      const Slot slot = slot_of(tile, third);
       wait_full(slot);
       for (int byte = 16 * (threadIdx.x % kWarpgroup); byte < F::kSlotBytes; byte += 16 * kWarpgroup) {
-        const int key = byte / F::kEightKeysBytes * 8 + byte / F::kRowBytes % 8;
+        const int key = byte / F::kEightKeysBytes * 8 + byte / F::kGroupBytes % 8;
         if (key < begin || key >= end) *reinterpret_cast<Vector16*>(bytes_of(slot) + byte) = Vector16{};
       }
     }
     ptx::fence_async_proxy();
-    ptx::named_barrier_sync(kOwn + index, kWarpgroup);  // the zeros are there for the whole warpgroup
+    ptx::named_barrier_sync(kOwn + softmax, kWarpgroup);  // the zeros are there for the whole warpgroup
   }
 
+  // The row of key number i of an octet of codes.
+  __device__ __forceinline__ const unsigned char* row_at(const Slot& tile, int octet, int i) const {
+    return bytes_of(tile) + i / 2 * F::kPartBytes + (2 * octet + i % 2) * F::kRowBytes;
+  }
   // Codes of a channel group as a lane reads them.
   struct Codes { Vector16 half[2]; };
   // K as A operands: a lane has 16 channels of the keys g and g + 8 of its warp's sixteen.
   __device__ __forceinline__ Codes load_keys(const Slot& tile, int group) const {
-    const int g = lane() / 4;
-    const unsigned char* s_row = bytes_of(third_of(tile, group / kSlotGroups)) + 2 * warp() * F::kEightKeysBytes +
-                                 group % kSlotGroups * F::kAtomBytes + g * F::kRowBytes + (lane() % 4 ^ g / 2) * 16;
-    return {{*reinterpret_cast<const Vector16*>(s_row), *reinterpret_cast<const Vector16*>(s_row + F::kEightKeysBytes)}};
+    Codes codes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned char* s_row = row_at(tile, 2 * warp() + half, lane() / 4);
+      codes.half[half] = *reinterpret_cast<const Vector16*>(s_row + group * kGroupChannels + lane() % 4 * 16);
+    }
+    return codes;
   }
   __device__ __forceinline__ static void widen_keys(uint32_t (&a)[4], const Codes& codes, int step) {
 #pragma unroll
@@ -522,24 +595,13 @@ template <LatentRowsSm90Spec S> struct Worker {
       a[half + 2] = pairs[1];
     }
   }
-  // V^T of own channel group `m` likewise: a lane has channels 2 g and 2 g + 1 of its warp's sixteen, two keys of each eight.
-  __device__ __forceinline__ Codes load_values(const Slot& tile, int m, int tile_key) const {
-    const auto group_at = [&](int group) {
-      return bytes_of(third_of(tile, group / kSlotGroups)) + group % kSlotGroups * F::kAtomBytes;
-    };
-    const int row = lane() % 8;
-    const unsigned char* s_row = F::kTeam == 1 || rank == 0 ? group_at(m) : group_at(F::kOwnGroups + m);
-    s_row += lane() / 8 * F::kEightKeysBytes + row * F::kRowBytes + (warp() ^ row / 2) * 16;
+  // V^T of own channel group `m` likewise: a lane has channels 2 g and 2 g + 1 of its warp's sixteen, two keys of each octet.
+  __device__ __forceinline__ Codes load_values(const Slot& tile, int m) const {
     Codes codes;
-    ptx::ldmatrix_x4_transposed(codes.half[0].word, s_row);
-    ptx::ldmatrix_x4_transposed(codes.half[1].word, s_row + 4 * F::kEightKeysBytes);
-    if (F::kSpoils && (tile_key < keys.begin || tile_key + kTileKeys > keys.end)) {  // what no token of the tile admits may be NaN
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int key = tile_key + 8 * i + 2 * (lane() % 4);
-        if (!keys.contains(key)) codes.half[i / 4].word[i % 4] &= 0xffff0000u;
-        if (!keys.contains(key + 1)) codes.half[i / 4].word[i % 4] &= 0x0000ffffu;
-      }
+    for (int half = 0; half < 2; ++half) {
+      const unsigned char* s_row = row_at(tile, 4 * half + lane() / 8, lane() % 8);
+      ptx::ldmatrix_x4_transposed(codes.half[half].word, s_row + (first_group + m) * kGroupChannels + warp() * 16);
     }
     return codes;
   }
@@ -558,48 +620,41 @@ template <LatentRowsSm90Spec S> struct Worker {
   //   `load(group)`                Codes of a group
   //   `widen_step(a, codes, step)` the A operand of one step of them
   //   `multiply(group, step, a)`   issues the product
-  //   `done(group)`                called when the codes of a group are read
-  template <int kGroups, class Load, class Widen, class Multiply, class Done>
-  __device__ __forceinline__ static void multiply_widened(const Load& load, const Widen& widen_step, const Multiply& multiply,
-                                                          const Done& done) {
-    uint32_t a[2][F::kBatch][4];
+  template <int kGroups, int kBatch, class Load, class Widen, class Multiply>
+  __device__ __forceinline__ static void multiply_widened(const Load& load, const Widen& widen_step, const Multiply& multiply) {
+    uint32_t a[2][kBatch][4];
     Codes codes[2] = {load(0)};
 #pragma unroll
-    for (int first = 0; first < kGroups * kSteps; first += F::kBatch) {
+    for (int first = 0; first < kGroups * kSteps; first += kBatch) {
       const int group = first / kSteps;
       if (first % kSteps == 0 && group + 1 < kGroups) codes[(group + 1) % 2] = load(group + 1);
 #pragma unroll
-      for (int i = 0; i < F::kBatch; ++i) widen_step(a[first / F::kBatch % 2][i], codes[group % 2], first % kSteps + i);
-      if ((first + F::kBatch) % kSteps == 0) done(group);
+      for (int i = 0; i < kBatch; ++i) widen_step(a[first / kBatch % 2][i], codes[group % 2], first % kSteps + i);
       ptx::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < F::kBatch; ++i) multiply(group, first % kSteps + i, a[first / F::kBatch % 2][i]);
+      for (int i = 0; i < kBatch; ++i) multiply(group, first % kSteps + i, a[first / kBatch % 2][i]);
       ptx::wgmma_commit();
-      ptx::wgmma_wait<1>();  // the registers of the products before these may be written again
+      if (first + kBatch < kGroups * kSteps) ptx::wgmma_wait<1>();  // the registers of the products before these may be written again
     }
   }
 
-  // scores = K q^T of a tile, each third as it comes.
+  // scores = K q^T of a tile, each slot as it comes.
   __device__ __forceinline__ void multiply_keys(Scores& scores, const Slot& tile) const {
     const uint64_t query = ptx::matrix_descriptor<kQueryRowBytes>(ptx::shared_address(shared.query), 16, 8 * kQueryRowBytes);
     const auto query_of = [&](int group, int step) { return ptx::descriptor_at(query, group * F::kQueryGroupBytes + 32 * step); };
     if constexpr (F::kCodes) {
-      constexpr int kGroups = kHeadSize / kGroupChannels;
       wait_full(tile);
-      const auto load = [&](int group) {
-        if (group % kSlotGroups == 0) wait_full(third_of(tile, group / kSlotGroups));
-        return load_keys(tile, group);
-      };
+      const auto load = [&](int group) { return load_keys(tile, group); };
       const auto multiply = [&](int group, int step, const uint32_t (&a)[4]) {
         ptx::wgmma<Math, false>(scores, a, query_of(group, step), group + step != 0);
       };
-      multiply_widened<kGroups>(load, widen_keys, multiply, [](int) {});
+      multiply_widened<kHeadSize / kGroupChannels, F::kKeyBatch>(load, widen_keys, multiply);
     } else {
 #pragma unroll
-      for (int third = 0; third < kSlotsOfTile; ++third) {
-        const Slot slot = third_of(tile, third);
+      for (int third = 0; third < F::kSlotsOfTile; ++third) {
+        const Slot slot = slot_of(tile, third);
         wait_full(slot);
-        const uint64_t keys = ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(bytes_of(slot)), 16, F::kEightKeysBytes);
+        const uint64_t keys = ptx::matrix_descriptor<F::kGroupBytes>(ptx::shared_address(bytes_of(slot)), 16, F::kEightKeysBytes);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kSlotGroups; ++i) {
@@ -617,27 +672,25 @@ template <LatentRowsSm90Spec S> struct Worker {
   }
 
   // acc += V^T p^T of a tile, and gives it back.
-  __device__ __forceinline__ void multiply_values(const Slot& tile, int tile_key, const unsigned char* s_weights) {
+  __device__ __forceinline__ void multiply_values(const Slot& tile, const unsigned char* s_weights) {
     const uint64_t weights = ptx::matrix_descriptor<kWeightRowBytes>(ptx::shared_address(s_weights), 16, 8 * kWeightRowBytes);
 #pragma unroll
     for (int m = 0; m < F::kOwnGroups; ++m) ptx::hold(acc[m]);
     if constexpr (F::kCodes) {
-      const auto load = [&](int m) { return load_values(tile, m, tile_key); };
+      const auto load = [&](int m) { return load_values(tile, m); };
       const auto multiply = [&](int m, int step, const uint32_t (&a)[4]) {
         ptx::wgmma<Math, false>(acc[m], a, ptx::descriptor_at(weights, 32 * step), 1);
       };
-      multiply_widened<F::kOwnGroups>(load, widen_values, multiply, [&](int m) {
-        const int group = first_group + m;
-        const int end = m + 1 == F::kOwnGroups ? kSlotsOfTile : (group + 1) / kSlotGroups;
-        __syncwarp();  // all lanes have read
-        release(tile, m == 0 ? 0 : group / kSlotGroups, end);
-      });
+      multiply_widened<F::kOwnGroups, F::kValueBatch>(load, widen_values, multiply);
+      __syncwarp();  // all lanes have read, as their products are issued
+      release(tile);
+      ptx::wgmma_wait<0>();
     } else {
       ptx::wgmma_fence();
 #pragma unroll
-      for (int third = 0; third < kSlotsOfTile; ++third) {
+      for (int third = 0; third < F::kSlotsOfTile; ++third) {
         const uint64_t values =
-            ptx::matrix_descriptor<F::kRowBytes>(ptx::shared_address(bytes_of(third_of(tile, third))), 16, F::kEightKeysBytes);
+            ptx::matrix_descriptor<F::kGroupBytes>(ptx::shared_address(bytes_of(slot_of(tile, third))), 16, F::kEightKeysBytes);
 #pragma unroll
         for (int m = kSlotGroups * third; m < min_of(kValueGroups, kSlotGroups * (third + 1)); ++m) {
 #pragma unroll
@@ -649,12 +702,12 @@ template <LatentRowsSm90Spec S> struct Worker {
         ptx::wgmma_commit();
       }
       ptx::wgmma_wait<2>();
-      release(tile, 0, 1);
+      release(tile);
       ptx::wgmma_wait<1>();
-      release(tile, 1, 2);
+      release(slot_of(tile, 1));
+      ptx::wgmma_wait<0>();
+      release(slot_of(tile, 2));
     }
-    ptx::wgmma_wait<0>();
-    if constexpr (!F::kCodes) release(tile, 2, 3);
 #pragma unroll
     for (int m = 0; m < F::kOwnGroups; ++m) ptx::hold(acc[m]);
   }
@@ -682,7 +735,6 @@ template <LatentRowsSm90Spec S> struct Worker {
   __device__ __forceinline__ void mask(Scores& scores, int tile_key, const uint32_t* s_unmapped) const {
     const uint32_t unmapped = __shfl_sync(kFullWarp, lane() == 0 ? *s_unmapped : 0, 0);
     if (unmapped == 0 && whole.begin <= tile_key && tile_key + kTileKeys <= whole.end) return;
-    const int shift = 31 - __clz(min_of(p.blocks.block_size, kTileKeys));
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
       const KeyRange admitted = shared.rows->admitted[row_of(r)];
@@ -690,18 +742,18 @@ template <LatentRowsSm90Spec S> struct Worker {
       for (int half = 0; half < 2; ++half) {
         const int key = key_of(half);
         float& score = scores[r / 2 * 4 + 2 * half + r % 2];
-        if (!admitted.contains(tile_key + key) || (unmapped >> (key >> shift) & 1u) != 0) score = negative_infinity();
+        if (!admitted.contains(tile_key + key) || (unmapped >> key / kPartKeys & 1u) != 0) score = negative_infinity();
       }
     }
   }
 
-  __device__ __forceinline__ float reference_of(int lane_row) const { return shared.rows->reference[index][warp()][row_of(lane_row)]; }
+  __device__ __forceinline__ float reference_of(int lane_row) const { return shared.rows->reference[softmax][warp()][row_of(lane_row)]; }
   __device__ __forceinline__ float factor_of(int lane_row) const { return S.has_rules ? 1.0f : shared.rows->factor[row_of(lane_row)]; }
   // Sets a row's reference, for this warp.
   __device__ __forceinline__ void refer(int row, float reference) const {
     const float factor = S.has_rules ? 1.0f : shared.rows->factor[row];
-    shared.rows->reference[index][warp()][row] = reference;
-    shared.rows->scale[index][warp()][row] = {factor, reference == negative_infinity() ? kNoShift : -reference * factor};
+    shared.rows->reference[softmax][warp()][row] = reference;
+    shared.rows->scale[softmax][warp()][row] = {factor, reference == negative_infinity() ? kNoShift : -reference * factor};
   }
 
   // Scores to weights, as B operands of p . v. They are made with the references that there are, and again where some row of some warp
@@ -715,7 +767,7 @@ template <LatentRowsSm90Spec S> struct Worker {
       uint32_t words[F::kRowTiles][2];
 #pragma unroll
       for (int j = 0; j < F::kRowTiles; ++j) {
-        const float4 scale = reinterpret_cast<const float4*>(shared.rows->scale[index][warp()])[4 * j + lane() % 4];  // of rows 2 t, + 1
+        const float4 scale = reinterpret_cast<const float4*>(shared.rows->scale[softmax][warp()])[4 * j + lane() % 4];  // of rows 2 t, + 1
         float weights[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -736,7 +788,7 @@ template <LatentRowsSm90Spec S> struct Worker {
         ptx::stmatrix_x4_transposed(s_row, words[j][0], words[j][1], words[j + 1][0], words[j + 1][1]);
       }
       ptx::fence_async_proxy();
-      if (!ptx::named_barrier_any(kOwn + index, kWarpgroup, top > kSlack)) break;  // else the weights are visible to the tensor cores
+      if (!ptx::named_barrier_any(kOwn + softmax, kWarpgroup, top > kSlack)) break;  // else the weights are visible to the tensor cores
       move_references(scores);
       moved = true;
     }
@@ -753,14 +805,14 @@ template <LatentRowsSm90Spec S> struct Worker {
       float top = fmaxf(scores[r / 2 * 4 + r % 2], scores[r / 2 * 4 + 2 + r % 2]);
 #pragma unroll
       for (int distance = 4; distance < kWarpSize; distance *= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, distance));
-      if (lane() < 4) s_top[index][warp()][row_of(r)] = top;
+      if (lane() < 4) s_top[softmax][warp()][row_of(r)] = top;
     }
-    ptx::named_barrier_sync(kOwn + index, kWarpgroup);  // the maxima of all warps are there
+    ptx::named_barrier_sync(kOwn + softmax, kWarpgroup);  // the maxima of all warps are there
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
       float top = reference_of(r);
 #pragma unroll
-      for (int w = 0; w < kWorkerWarps; ++w) top = fmaxf(top, s_top[index][w][row_of(r)]);
+      for (int w = 0; w < kWorkerWarps; ++w) top = fmaxf(top, s_top[softmax][w][row_of(r)]);
       move_reference(r, top);
     }
     __syncwarp();  // the new ones are there
@@ -792,90 +844,92 @@ template <LatentRowsSm90Spec S> struct Worker {
     mask(scores, tile_key, shared.unmapped + i % kUnmappedTiles);
   }
 
-  // Every kWorkers-th tile.
+  // Every second tile.
   __device__ __forceinline__ void attend_alone(int tile_count) {
     Slot tile;
-#pragma unroll
-    for (int w = 1; w < F::kWorkers; ++w) {
-      if (index >= w) tile = third_of(tile, kSlotsOfTile);
-    }
+    if (index > 0) tile = slot_of(tile, F::kSlotsOfTile);
     int buffer = 2 * index;
-    for (int i = index; i < tile_count; i += F::kWorkers) {
+    start_softmax();
+    for (int i = index; i < tile_count; i += kWorkers) {
       unsigned char* s_weights = shared.weights + buffer * F::kWeightBytes;
       float scores[F::kScores];
       score(scores, tile, i);
       weigh(scores, s_weights);
-      multiply_values(tile, first_key + i * kTileKeys, s_weights);
-      tile = third_of(tile, F::kWorkers * kSlotsOfTile);
+      multiply_values(tile, s_weights);
+      tile = slot_of(tile, kWorkers * F::kSlotsOfTile);
       buffer ^= 1;
     }
   }
 
-  // Hands a tile's weights, and what they are relative to, to the other worker.
-  __device__ __forceinline__ void publish(int buffer, bool moved) const {
-    if (moved && warp() == 0) {
-      for (int row = lane(); row < F::kRows; row += kWarpSize) shared.rows->moved_to[buffer][row] = shared.rows->reference[index][0][row];
+  // The scorer: weights of every tile, for the workers. It hands them over when it has multiplied with the next tile's keys, so that the
+  // workers multiply while it makes weights, and not in its way.
+  __device__ __forceinline__ void weigh_tiles(int tile_count) {
+    Slot tile;
+    Ring<kTeamBuffers> buffer, before;
+    start_softmax();
+    for (int i = 0; i < tile_count; ++i) {
+      float scores[F::kScores];
+      score(scores, tile, i);
+      if (i > 0) ptx::mbarrier_arrive(shared.ready + before.stage);
+      ptx::mbarrier_wait(shared.used + buffer.stage, buffer.parity ^ 1);
+      const bool moved = weigh(scores, shared.weights + buffer.stage * F::kWeightBytes);
+      if (moved && warp() == 0) tell(shared.rows->rescale[buffer.stage]);
+      if (threadIdx.x % kWarpgroup == 0) shared.rows->has_moved[buffer.stage] = moved;
+      tile = slot_of(tile, F::kSlotsOfTile);
+      before = buffer;
+      buffer.advance();
     }
-    if (threadIdx.x % kWarpgroup == 0) shared.rows->has_moved[buffer] = moved;
-    ptx::mbarrier_arrive(shared.ready + buffer);
+    if (tile_count > 0) ptx::mbarrier_arrive(shared.ready + before.stage);
   }
-  // Takes the references to those of weights that the other worker has handed over.
-  __device__ __forceinline__ void follow(int buffer) {
-    if (!shared.rows->has_moved[buffer]) return;
-#pragma unroll
-    for (int r = 0; r < F::kLaneRows; ++r) move_reference(r, shared.rows->moved_to[buffer][row_of(r)]);
-    __syncwarp();  // the new ones are there
+  // What sums are multiplied by where the references are from now on.
+  __device__ __forceinline__ void tell(float* s_rescale) const {
+    for (int row = lane(); row < F::kRows; row += kWarpSize) {
+      const float reference = shared.rows->reference[softmax][0][row];
+      s_rescale[row] = factor_of_move(shared.rows->told[row], reference, S.has_rules ? 1.0f : shared.rows->factor[row]);
+      shared.rows->told[row] = reference;
+    }
   }
 
-  // Every second tile's weights, and half of the channels of every tile. References go from tile to tile, so a worker weighs tile i when
-  // the other one has weighed tile i - 1, and one's softmax runs while the other one multiplies. Weights of tile i take the place of
-  // those of tile i - 3: this worker has multiplied with them before, and the other one before it weighed tile i - 1.
+  // A worker of the team: its channels of every tile.
   __device__ __forceinline__ void attend_in_team(int tile_count) {
-    Slot before, own;  // tiles i - 1 and i
-    if (index > 0) own = third_of(own, kSlotsOfTile);
-    Ring<kTeamBuffers> buffer_before, buffer;  // of weights
-    if (index > 0) buffer.advance();
-    for (int i = index; i <= tile_count; i += 2) {
-      const int tile_key = first_key + i * kTileKeys;
-      float scores[F::kScores];
-      if (i < tile_count) score(scores, own, i);
-      if (i > 0) {
-        ptx::mbarrier_wait(shared.ready + buffer_before.stage, buffer_before.parity);
-        follow(buffer_before.stage);
-        see(before);
-        multiply_values(before, tile_key - kTileKeys, shared.weights + buffer_before.stage * F::kWeightBytes);
+    Slot tile;
+    Ring<kTeamBuffers> buffer;
+    for (int i = 0; i < tile_count; ++i) {
+      ptx::mbarrier_wait(shared.ready + buffer.stage, buffer.parity);
+      if (shared.rows->has_moved[buffer.stage]) {
+#pragma unroll
+        for (int r = 0; r < F::kLaneRows; ++r) scale_row(r, shared.rows->rescale[buffer.stage][row_of(r)]);
       }
-      if (i < tile_count) {
-        unsigned char* s_weights = shared.weights + buffer.stage * F::kWeightBytes;
-        publish(buffer.stage, weigh(scores, s_weights));
-        multiply_values(own, tile_key, s_weights);
-      }
-      before = third_of(own, kSlotsOfTile);
-      own = third_of(before, kSlotsOfTile);
-      buffer_before = buffer;
-      buffer_before.advance();
-      buffer = buffer_before;
+      wait_full(tile);  // so that its bytes are visible here, too
+      multiply_values(tile, shared.weights + buffer.stage * F::kWeightBytes);
+      if (lane() == 0) ptx::mbarrier_arrive(shared.used + buffer.stage);
+      tile = slot_of(tile, F::kSlotsOfTile);
       buffer.advance();
     }
   }
 
   __device__ __forceinline__ void attend(int tile_count) {
-    if constexpr (F::kTeam == 1) {
-      attend_alone(tile_count);
-    } else {
+    if constexpr (F::kHasScorer) {
       attend_in_team(tile_count);
+    } else {
+      attend_alone(tile_count);
     }
   }
 
-  // Puts what each team has where ring and queries were, [team][row][channel], and the sums of weights in of_warp.
-  __device__ __forceinline__ void merge() const {
+  // Puts the sums of weights in of_warp.
+  __device__ __forceinline__ void put_sums() const {
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
       float own = sum[r];
 #pragma unroll
       for (int distance = 4; distance < kWarpSize; distance *= 2) own += __shfl_xor_sync(kFullWarp, own, distance);
-      if (lane() < 4) shared.rows->of_warp[index][warp()][row_of(r)] = own;
+      if (lane() < 4) shared.rows->of_warp[softmax][warp()][row_of(r)] = own;
     }
+  }
+
+  // Puts what each team has where ring and queries were, [team][row][channel].
+  __device__ __forceinline__ void merge() const {
+    if constexpr (!F::kHasScorer) put_sums();
     // Not named barriers: compute-sanitizer takes what is done behind those for races.
     ptx::mbarrier_arrive(shared.attended);
     ptx::mbarrier_wait(shared.attended, 0);  // the sums of weights are there as well
@@ -894,7 +948,7 @@ template <LatentRowsSm90Spec S> struct Worker {
     const float factor = S.has_rules ? 1.0f : shared.rows->factor[row];
     if (reference != negative_infinity()) state.row_max = reference * factor;
 #pragma unroll
-    for (int i = 0; i < F::kWorkers; ++i) {
+    for (int i = 0; i < F::kSoftmaxes; ++i) {
       const float own_factor = factor_of_move(shared.rows->reference[i][0][row], reference, factor);
 #pragma unroll
       for (int w = 0; w < kWorkerWarps; ++w) state.row_sum += own_factor * shared.rows->of_warp[i][w][row];
@@ -1043,11 +1097,14 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(p.cache_map);
     for (int i = 0; i < S.slots; ++i) {
-      ptx::mbarrier_init(shared.full + i, 1);
+      ptx::mbarrier_init(shared.full + i, F::kCodes ? kWarpSize : 1);
       ptx::mbarrier_init(shared.empty + i, F::kTeam * kWorkerWarps);
     }
-    for (int i = 0; i < kTeamBuffers; ++i) ptx::mbarrier_init(shared.ready + i, kWarpgroup);
-    ptx::mbarrier_init(shared.attended, F::kWorkerThreads);
+    for (int i = 0; i < kTeamBuffers; ++i) {
+      ptx::mbarrier_init(shared.ready + i, kWarpgroup);
+      ptx::mbarrier_init(shared.used + i, F::kWorkerThreads / kWarpSize);
+    }
+    ptx::mbarrier_init(shared.attended, F::kWorkerThreads + F::kScorerThreads);
     ptx::mbarrier_init(shared.put, F::kWorkerThreads);
     ptx::mbarrier_init_fence();
     for (uint32_t& rows : shared.rows->spoilt) rows = 0;
@@ -1060,11 +1117,23 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
     return;
   }
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);  // the same in all lanes, visibly
-  if (warp >= F::kWorkerThreads / kWarpSize) {
-    ptx::decrease_registers<kLoadRegisters>();
-    if (warp == F::kWorkerThreads / kWarpSize) load_tiles<S>(p, shared, work);
+  constexpr int kWorkersEnd = F::kWorkerThreads / kWarpSize;
+  constexpr int kScorerEnd = kWorkersEnd + F::kScorerThreads / kWarpSize;
+  if (warp >= kScorerEnd) {
+    ptx::decrease_registers<F::kLoadRegisters>();
+    if (warp == kScorerEnd) load_tiles<S>(p, shared, work);
+  } else if (warp >= kWorkersEnd) {
+    if constexpr (F::kHasScorer) {
+      ptx::decrease_registers<kScorerRegisters>();
+      ptx::wait_for_previous_kernel();  // which may write a bias
+      ptx::named_barrier_sync(kQueries, F::kWorkerThreads + F::kScorerThreads);
+      Worker<S> scorer(p, shared, work, 0);
+      scorer.weigh_tiles(work.tile_count);
+      scorer.put_sums();
+      ptx::mbarrier_arrive(shared.attended);
+    }
   } else {
-    ptx::increase_registers<F::kComputeRegisters>();
+    ptx::increase_registers<F::kWorkerRegisters>();
     if (warp == 0) {
       const int lane = threadIdx.x;
       if (lane == 0) *shared.work = work;
@@ -1075,7 +1144,8 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
     ptx::wait_for_previous_kernel();  // which may write the query
     load_queries<S>(p, shared, work.tile);
     ptx::fence_async_proxy();
-    ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // the queries are visible to the tensor cores, all else to the threads
+    // The queries are visible to the tensor cores, all else to the threads.
+    ptx::named_barrier_sync(kQueries, F::kWorkerThreads + F::kScorerThreads);
     Worker<S> worker(p, shared, work, warp / kWorkerWarps);
     worker.attend(work.tile_count);
     worker.merge();

@@ -18,7 +18,8 @@ _DATA_TYPES = {FLOAT16: 6, BFLOAT16: 9}  # CUtensorMapDataType
 _BYTE = 0
 _SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle by the bytes of the innermost box axis
 _NO_SWIZZLE = 0
-_NO_INTERLEAVE, _PROMOTE_256_BYTES, _ZEROS_OUTSIDE = 0, 3, 0
+_PROMOTIONS = {128: 2, 256: 3}  # CUtensorMapL2promotion by bytes
+_NO_INTERLEAVE, _ZEROS_OUTSIDE = 0, 0
 
 MAX_STRIDE_BYTES = 2**40
 STRIDE_ALIGNMENT = 16
@@ -72,6 +73,7 @@ def encode(
     stride_bytes: tuple[int, ...],
     box: tuple[int, ...],
     swizzled: bool = True,
+    promoted_bytes: int = 256,
 ) -> bytes:
     """Encode the map of an array.
 
@@ -90,6 +92,8 @@ def encode(
         are the width of the swizzle.
     swizzled : bool
         Without it the box lies densely in shared memory.
+    promoted_bytes : int
+        What L2 fetches from memory at a time, 128 or 256.
 
     Returns
     -------
@@ -111,7 +115,7 @@ def encode(
         (ctypes.c_uint32 * rank)(*([1] * rank)),
         _NO_INTERLEAVE,
         swizzle,
-        _PROMOTE_256_BYTES,
+        _PROMOTIONS[promoted_bytes],
         _ZEROS_OUTSIDE,
     )
     if result != 0:

@@ -27,19 +27,20 @@ from pagedattn.kernels.row_tiles import key_span, row_bound, row_tile_count, tok
 from pagedattn.problem import Problem, TensorInfo
 
 FEW_ROWS = 32  # query rows, tokens times heads, of a tile of one warpgroup
+WORKERS = 2  # warpgroups that multiply with values
 SLOT_GROUPS = 3  # channel groups of a third of a tile
+PARTS, PAD_BYTES = 4, 16  # of a tile of codes
 BARRIER_BYTES = 512  # barriers, and the description of the work
 SHARED_LIMIT = 227 << 10
 
 
 @dataclass(frozen=True)
 class LatentRowsSm90Spec(Spec):
-    """What `latent_rows_sm90` is compiled for; `choose` fills ``rows``, ``workers`` and ``slots``."""
+    """What `latent_rows_sm90` is compiled for; `choose` fills ``rows`` and ``slots``."""
 
     io: DType
     cache: DType
     rows: int
-    workers: int
     slots: int
     has_rules: bool
 
@@ -63,24 +64,26 @@ PARAMS = params(
 
 def threads(spec: LatentRowsSm90Spec) -> int:
     """Threads of a CTA: a warp of one warpgroup loads, the others compute."""
-    return (spec.workers + 1) * WARPGROUP
+    return (WORKERS + (spec.rows > FEW_ROWS) + 1) * WARPGROUP
 
 
 def slot_bytes(cache: DType) -> int:
-    """A third of a tile."""
-    return TILE_KEYS * SLOT_GROUPS * CHANNELS * cache.bits // 8
+    """A tile of codes, or a third of a tile of elements of 16 bits."""
+    if cache.is_quantized:
+        return TILE_KEYS * HEAD_SIZE + PARTS * PAD_BYTES
+    return TILE_KEYS * SLOT_GROUPS * CHANNELS * 2
 
 
-def fixed_bytes(rows: int, workers: int) -> int:
+def fixed_bytes(rows: int) -> int:
     """All but the ring: queries, buffers of weights, and what is small."""
-    buffers = 3 if rows > FEW_ROWS else 2 * workers
-    row_bytes = 2 * (HEAD_SIZE + buffers * TILE_KEYS) + 24 + workers * 64  # the latter is told about a row
+    softmaxes, buffers = (1, 3) if rows > FEW_ROWS else (WORKERS, 2 * WORKERS)
+    row_bytes = 2 * (HEAD_SIZE + buffers * TILE_KEYS) + 28 + softmaxes * 64  # the latter is told about a row
     return rows * row_bytes + BARRIER_BYTES + ALIGNMENT_BYTES
 
 
 def shared_bytes(spec: LatentRowsSm90Spec) -> int:
     """The ring and what is beside it."""
-    return fixed_bytes(spec.rows, spec.workers) + spec.slots * slot_bytes(spec.cache)
+    return fixed_bytes(spec.rows) + spec.slots * slot_bytes(spec.cache)
 
 
 def spans_tokens(problem: Problem, tile_rows: int) -> bool:
@@ -91,9 +94,8 @@ def spans_tokens(problem: Problem, tile_rows: int) -> bool:
 def choose(io: DType, cache: DType, rows: int, has_rules: bool) -> LatentRowsSm90Spec:
     """Spec for sequences of ``rows`` query rows (a bound of new tokens times heads)."""
     tile_rows = 16 if rows <= 16 else FEW_ROWS if rows <= FEW_ROWS or not cache.is_quantized else 64
-    workers = 3 if cache.is_quantized and tile_rows == 16 else 2  # more have no registers for their sums
-    slots = (SHARED_LIMIT - fixed_bytes(tile_rows, workers)) // slot_bytes(cache)
-    return LatentRowsSm90Spec(io, cache, tile_rows, workers, slots, has_rules)
+    slots = (SHARED_LIMIT - fixed_bytes(tile_rows)) // slot_bytes(cache)
+    return LatentRowsSm90Spec(io, cache, tile_rows, slots, has_rules)
 
 
 KERNEL = Kernel(
@@ -158,7 +160,7 @@ class LatentRowsKernel:
         ``finished`` points to `tiles` zeros if the kernel shall merge splits; there are few (`layouts.MERGED_SPLITS`).
         """
         packed = PARAMS.pack(
-            cache_map=latent_sm90.cache_map(self.problem, cache, SLOT_GROUPS),
+            cache_map=latent_sm90.cache_map(self.problem, cache, SLOT_GROUPS, promoted_bytes=128),
             key_cache=shared.key_cache,
             query=query[0],
             query_stride=query[1],

@@ -61,7 +61,7 @@ def why_not_problem(problem: Problem) -> str | None:
     return None
 
 
-def cache_map(problem: Problem, cache: TensorInfo, groups: int) -> bytes:
+def cache_map(problem: Problem, cache: TensorInfo, groups: int, promoted_bytes: int = 256) -> bytes:
     """[blocks, block_size / 8, channel groups, 8, channels]; a box is what a tile has of a block in some groups."""
     p = problem
     item = p.cache_dtype.bits // 8
@@ -72,4 +72,5 @@ def cache_map(problem: Problem, cache: TensorInfo, groups: int) -> bytes:
         (CHANNELS, 8, HEAD_SIZE // CHANNELS, p.block_size // 8, p.num_blocks),
         (token, CHANNELS * item, 8 * token, block),
         (CHANNELS, 8, groups, min(p.block_size, TILE_KEYS) // 8, 1),
+        promoted_bytes=promoted_bytes,
     )

@@ -111,13 +111,14 @@ def test_decode_of_all_heads(target: Target, cache: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not targets("latent"), reason="needs a GPU with CuPy, or g++ and the CUDA headers")
+@pytest.mark.parametrize("cache", ["", "float8e4m3fn"])
 @pytest.mark.parametrize("num_heads", [16, 128])
 @pytest.mark.parametrize(("target", "force_sm80"), kernels("latent"))
-def test_latent(target: Target, force_sm80: bool, num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent(target: Target, force_sm80: bool, num_heads: int, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent_mla, "FORCE_SM80", force_sm80)
     target.force_splits(monkeypatch, split_keys(target))
     head_size, v_head_size = (576, 512) if target.on_gpu else (144, 128)
-    pool = pool_of(target, Layer(num_heads, 1, head_size, v_head_size))
+    pool = pool_of(target, Layer(num_heads, 1, head_size, v_head_size, cache=cache))
     wider = 20 if num_heads < 128 or not target.on_gpu else 2  # the parts of all rows and splits lie in memory
     assert differing(pool, batches(len(pool.lengths)), [None, wider * pool.width]) == []
 

@@ -46,6 +46,13 @@ __device__ __forceinline__ void bulk_load(void* s_target, const void* g_source, 
                "l"(g_source), "r"(bytes), "r"(shared_address(s_barrier))
                : "memory");
 }
+__device__ __forceinline__ void bulk_load(void* s_target, const void* g_source, int bytes, uint64_t* s_barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(s_target)),
+      "l"(g_source), "r"(bytes), "r"(shared_address(s_barrier)), "l"(policy)
+      : "memory");
+}
 
 // How long L2 keeps what a copy reads: gone first, or as long as anything.
 __device__ __forceinline__ uint64_t evict_first_policy() {
