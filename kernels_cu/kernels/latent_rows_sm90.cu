@@ -542,7 +542,8 @@ template <LatentRowsSm90Spec S> struct Worker {
     return tile;
   }
   __device__ __forceinline__ unsigned char* bytes_of(const Slot& slot) const { return shared.ring + slot.stage * F::kSlotBytes; }
-  // The other workers may not have got what was in the slot before, of which `full` must not tell us: its parity has two values only.
+  // What was in the slot before may be another worker's, and not have come yet. Of that `full` must not tell, and parity has two values:
+  // first it has to be given back.
   __device__ __forceinline__ void wait_full(const Slot& slot) const {
     ptx::mbarrier_wait(shared.empty + slot.stage, slot.parity ^ 1);
     ptx::mbarrier_wait(shared.full + slot.stage, slot.parity);
