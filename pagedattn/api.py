@@ -281,14 +281,14 @@ class PagedAttention:
 
         On a GPU also which kernels it would launch; results are taken to be aligned as new arrays are.
         """
-        prepared, infos = self._prepare_named(inputs)
+        prepared, infos, query = self._prepare_named(inputs)
         problem = prepared.problem
         if prepared.executor is None or not problem.token_count:
             return prepared.choice
         # Results and workspace lie where no launch of these will ever be issued.
         rows = infos["query"]._replace(pointer=1 << 20)
         imagined = {"output": rows, "lse": rows, "output_qk": rows._replace(shape=(0, 0, problem.max_kv_len_bound))}
-        with prepared.runtime.active():
+        with prepared.runtime.active(adapter_of("query", query).stream(query)):  # kernels may be loaded, as in a call
             launches = prepared.plan.launches({**imagined, **infos}, 1 << 21)
         kernels = (launch.function.name.partition("<")[0] for launch in launches if 0 not in launch.grid)
         return replace(prepared.choice, kernels=tuple(kernels))
@@ -297,13 +297,14 @@ class PagedAttention:
         """The `Problem` that a call with these inputs, by name, poses."""
         return self._prepare_named(inputs)[0].problem
 
-    def _prepare_named(self, inputs: dict[str, Any]) -> tuple[_Prepared, dict[str, TensorInfo]]:
+    def _prepare_named(self, inputs: dict[str, Any]) -> tuple[_Prepared, dict[str, TensorInfo], Any]:
+        """What `_prepare` makes of inputs by name, the descriptions of the arrays, and query as a known library's."""
         arrays = {name: x for name, x in inputs.items() if x is not None}
         unknown = sorted(set(arrays) - set(contract.INPUT_BY_NAME))
         if unknown:
             raise InvalidArgumentError(f"{unknown[0]}: expected an input among {', '.join(contract.INPUT_BY_NAME)}.")
         prepared, pointers = self._prepare(arrays)
-        return prepared, self._infos_at(prepared, pointers)
+        return prepared, self._infos_at(prepared, pointers), arrays["query"]
 
     def _prepare(self, arrays: dict[str, Any]) -> tuple[_Prepared, list[int]]:
         """Problem, backend and plan of a call, and its addresses; from the second call of a kind on, one look-up.

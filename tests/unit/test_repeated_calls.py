@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pagedattn import Float8View, PagedAttention, api
+from pagedattn import arrays as arrays_module
 from pagedattn import runtime as runtimes
 from pagedattn.errors import InvalidArgumentError
 from pagedattn.jit.spec import Spec
@@ -282,6 +283,16 @@ def test_explain_names_the_kernels_and_runs_nothing(device):
     assert device.taken == before
     paged(**arrays())
     assert tuple(launch.function.name.partition("<")[0] for launch in device.executor.issued[0][1]) == choice.kernels
+
+
+def test_explain_asks_the_stream_of_querys_library_like_a_call(device, monkeypatch):
+    """Where kernels are loaded for the arrays' alignment, it has to be known that that very stream records nothing."""
+    monkeypatch.setattr(arrays_module.CupyAdapter, "stream", lambda self, x: 42)
+    made_current = []
+    monkeypatch.setattr(device, "active", lambda stream=None: nullcontext(made_current.append(stream)))
+    given = {name: x for name, x in arrays().items() if name != "out"}
+    assert operator().explain(**given).kernels
+    assert made_current == [42, 42]  # to plan, and to lay launches out
 
 
 def test_launches_belong_to_a_stream(device):
