@@ -590,7 +590,9 @@ def _starts(rows: dict[str, Any]) -> list[str]:
     row = rows.get("start")
     if row is None:
         return []
-    times = row.get("error") or "; ".join(f"{name} {row[name][0]:.2f}, {row[name][1]:.2f}" for name in bench.STARTS)
+    if "error" in row:
+        return [f"First calls of a process were not timed: {row['error']}."]
+    times = "; ".join(f"{name} {row[name][0]:.2f}, {row[name][1]:.2f}" for name in bench.STARTS)
     return [
         "First call of a process whose arrays are there, in seconds, with nothing compiled and with the kernels in the "
         f"disk cache; kernels of {times}."

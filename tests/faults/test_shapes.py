@@ -19,17 +19,18 @@ def test_query_heads_find_their_key_head(target, unit_cache, ratio, batch):
     """Values and keys are the number of their head, so that head i gives floor(i / ratio), and its score shows too."""
     q_lens, pasts = BATCHES[batch]
     lengths = [q + past for q, past in zip(q_lens, pasts, strict=True)]
+    kv_heads = 8 if target.by_heads else 4  # none of them a copy
     scene = Scene(
         lengths,
-        num_heads=4 * ratio,
-        kv_num_heads=4,
+        num_heads=kv_heads * ratio,
+        kv_num_heads=kv_heads,
         cache=unit_cache,
         seed=ratio,
         key=lambda b, pos, h: h + 1,
         value=lambda b, pos, h: h,
     )
     outcome = target.check(scene.call(pasts, q_lens), return_lse=True)
-    assert (outcome.output == np.arange(4 * ratio)[:, None] // ratio).all()
+    assert (outcome.output == np.arange(kv_heads * ratio)[:, None] // ratio).all()
 
 
 @pytest.mark.parametrize(

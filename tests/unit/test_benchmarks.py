@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,32 @@ def test_the_page_of_a_part_of_a_record_and_of_an_error() -> None:
     assert "| D2 | 1 x 131072 keys, 64/8/128, bfloat16 | OutOfMemoryError | 16 |" in page
     assert "(prefill.png)" not in page
     assert "(mla.png)" in page
+
+
+def test_the_page_of_first_calls_that_failed() -> None:
+    rows = [*measured()[:-1], {"workload": "start", "page": None, "error": "CalledProcessError: no room"}]
+    page = generate_docs.benchmarks_on_gpu(record_of(rows), PEERS)
+    assert "First calls of a process were not timed: CalledProcessError: no room." in page
+    assert "kernels of" not in page
+
+
+def test_first_calls_are_those_of_new_processes_twice_over_one_new_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **more: Any) -> Any:
+        folder = Path(env["PAGEDATTN_CACHE_DIR"])
+        found = [file.name for file in folder.iterdir()]
+        (folder / "kernel").touch()
+        seen.append((command[-1], env["PAGEDATTN_CACHE_DIR"]))
+        return SimpleNamespace(stdout=b"0.125\n" if found else b"2.5\n")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    row = bench.starts()
+    assert row == measured()[-1]
+    assert [name for name, _ in seen] == [name for name in bench.STARTS for _ in range(2)]
+    assert len({folder for _, folder in seen}) == len(bench.STARTS)
+    assert bench.line(row).startswith("first call: D1 2.50 s, 0.12 s from disk, P1 2.50 s")
+    assert bench.line({"workload": "start", "page": None, "error": "wrong"}) == "start wrong"
 
 
 def test_the_page_of_a_pending_record() -> None:
