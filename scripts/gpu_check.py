@@ -118,7 +118,7 @@ def environment() -> dict[str, Any]:
 
 
 def run_tests() -> dict[str, Any]:
-    """Run the tests marked gpu; the kernels they need are compiled in parallel by the first one."""
+    """Run the tests marked gpu; a kernel is compiled for the first test that needs it."""
     return run_pytest("-m", "gpu or big_gpu", *_workers(), "tests")
 
 

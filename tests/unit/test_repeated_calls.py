@@ -17,6 +17,7 @@ from pagedattn import Float8View, PagedAttention, api
 from pagedattn import arrays as arrays_module
 from pagedattn import runtime as runtimes
 from pagedattn.errors import InvalidArgumentError
+from pagedattn.jit import tensor_map
 from pagedattn.jit.spec import Spec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -283,6 +284,39 @@ def test_explain_names_the_kernels_and_runs_nothing(device):
     assert device.taken == before
     paged(**arrays())
     assert tuple(launch.function.name.partition("<")[0] for launch in device.executor.issued[0][1]) == choice.kernels
+
+
+HOPPER = {
+    "decode": ((132, 132, 16, 8, 128), {}, "decode_heads_sm90", "decode_split_kv"),
+    "flash": ((900, 2, 16, 8, 128), {}, "flash_prefill_sm90", "flash_prefill_sm80"),
+    "latent": ((132, 132, 128, 1, 576), {"v_head_size": 512}, "latent_decode_sm90", "latent_decode"),
+    "few latent rows": ((132, 132, 16, 1, 576), {"v_head_size": 512}, "latent_rows_sm90", "latent_decode"),
+}
+
+
+@pytest.mark.parametrize("case", HOPPER)
+@pytest.mark.parametrize("shift", [0, 8])
+def test_explain_names_the_kernel_that_can_read_the_arrays(device, monkeypatch, case, shift):
+    """As a call then launches: the better kernel, or that for arrays that lie anywhere."""
+    monkeypatch.setattr(tensor_map, "_encode", lambda: lambda *arguments: 0)  # needs a driver
+    device.arch, device.executor.arch, device.executor.max_shared_bytes = 90, "sm_90a", 227 << 10
+    (tokens, batch, heads, kv_heads, head_size), attributes, better, other = HOPPER[case]
+    cache = (64, 64, kv_heads, head_size)
+    shapes = {"query": (tokens, heads * head_size), "key": (tokens, kv_heads * head_size), "key_cache": cache}
+    if attributes:
+        attributes = {**attributes, "kv_cache_layout": "LATENT", "scale": 0.1}
+    else:
+        shapes = {**shapes, "value": shapes["key"], "value_cache": cache}
+    numbers = {"cumulative_sequence_length": (batch + 1,), "past_seqlens": (batch,), "block_table": (batch, 4)}
+    width = heads * attributes.get("v_head_size", head_size)
+    given = {name: ndarray((1 << 44) + (i << 32), shape) for i, (name, shape) in enumerate(shapes.items())}
+    given |= {name: ndarray((1 << 45) + (i << 32), shape, np.int32) for i, (name, shape) in enumerate(numbers.items())}
+    given["key_cache"].data.ptr += shift
+    paged = PagedAttention(num_heads=heads, kv_num_heads=kv_heads, **attributes)
+    kernels = paged.explain(**given).kernels
+    assert kernels[1] == (other if shift else better)
+    paged(**given, out=ndarray(1 << 46, (tokens, width)))
+    assert tuple(launch.function.name.partition("<")[0] for launch in device.executor.issued[0][1]) == kernels
 
 
 def test_explain_asks_the_stream_of_querys_library_like_a_call(device, monkeypatch):
