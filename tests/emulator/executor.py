@@ -128,7 +128,12 @@ class EmulatorExecutor:
         return self._functions[key]
 
     def compile_many(self, items: Iterable[tuple[Kernel[Any], Spec]]) -> None:
-        """Nothing: each is compiled when it is loaded."""
+        """Compile those that are not loaded, in threads."""
+        missing = [item for item in dict.fromkeys(items) if item not in self._functions]
+        if len(missing) > 1:
+            self._toolchain.prelude, self._toolchain.runtime  # noqa: B018  (built once, before the rest)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda item: self._compile(*item), missing))
 
     def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
         """What runs kernels to their ends, one after the other."""
@@ -201,14 +206,6 @@ class EmulatorExecutor:
     pointer = staticmethod(memory.pointer)
 
     # ---- ours
-
-    def compile_all(self, kernels: Iterable[tuple[Kernel[Any], Spec]]) -> None:
-        """Compile several kernels at once, to load them quickly later."""
-        kernels = list(kernels)
-        if kernels:
-            self._toolchain.prelude, self._toolchain.runtime  # noqa: B018  (built once, before the rest)
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(lambda pair: self._compile(*pair), kernels))
 
     def _compile(self, kernel: Kernel[Any], spec: Spec) -> Path:
         if any(name.endswith("wgmma.cuh") for name in self.sources.headers(kernel.stem)):

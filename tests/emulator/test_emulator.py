@@ -8,6 +8,9 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +21,7 @@ from pagedattn.errors import CompileError, UnsupportedError
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.params import i32, params, ptr
 from pagedattn.jit.spec import Spec
-from pagedattn.kernels import flash_prefill_sm90
+from pagedattn.kernels import flash_prefill_sm90, write_cache
 
 from . import memory, planted, sanitize, toolchain
 from .executor import EmulatorError, EmulatorExecutor
@@ -419,6 +422,23 @@ def test_compiled_kernels_are_found_again() -> None:
     before = sorted(device._toolchain.cache.iterdir())
     EmulatorExecutor(planted.sources()).load(VOCABULARY, VocabularySpec())
     assert sorted(device._toolchain.cache.iterdir()) == before
+
+
+def test_what_is_not_loaded_is_compiled_at_once_and_found_by_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, compiled = EmulatorExecutor(), []
+
+    def compiling(kernel: Kernel[Any], spec: Spec, really: Any = device._compile) -> Path:
+        compiled.append(spec)
+        return really(kernel, spec)
+
+    monkeypatch.setattr(device, "_compile", compiling)
+    first, second, third = islice(write_cache.smoke_specs(), 3)
+    device.load(write_cache.KERNEL, first)
+    assert compiled == [first]
+    device.compile_many((write_cache.KERNEL, spec) for spec in (first, second, third, second))
+    assert sorted(map(str, compiled)) == sorted(map(str, (first, second, third)))
+    target = device._compile(write_cache.KERNEL, second)
+    assert Path(device.load(write_cache.KERNEL, second).library._name) == target
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
