@@ -276,12 +276,12 @@ class PagedAttention:
             issue = self._issues.keep(key, executor.prepare(plan.launches(infos, workspace), stream))
         issue()
 
-    def explain(self, **inputs: Any) -> Choice:
+    def explain(self, *, out: Any = None, **inputs: Any) -> Choice:
         """Tell which backend would serve a call with these inputs, by name, and why each earlier one would not.
 
-        On a GPU also which kernels it would launch; results are taken to be aligned as new arrays are.
+        On a GPU also which kernels it would launch; without ``out`` the output is taken to be aligned as new ones are.
         """
-        prepared, infos, query = self._prepare_named(inputs)
+        prepared, infos, query = self._prepare_named(inputs, out)
         problem = prepared.problem
         if prepared.executor is None or not problem.token_count:
             return prepared.choice
@@ -297,12 +297,14 @@ class PagedAttention:
         """The `Problem` that a call with these inputs, by name, poses."""
         return self._prepare_named(inputs)[0].problem
 
-    def _prepare_named(self, inputs: dict[str, Any]) -> tuple[_Prepared, dict[str, TensorInfo], Any]:
+    def _prepare_named(self, inputs: dict[str, Any], out: Any = None) -> tuple[_Prepared, dict[str, TensorInfo], Any]:
         """What `_prepare` makes of inputs by name, the descriptions of the arrays, and query as a known library's."""
         arrays = {name: x for name, x in inputs.items() if x is not None}
         unknown = sorted(set(arrays) - set(contract.INPUT_BY_NAME))
         if unknown:
             raise InvalidArgumentError(f"{unknown[0]}: expected an input among {', '.join(contract.INPUT_BY_NAME)}.")
+        if out is not None:
+            arrays["output"] = out
         prepared, pointers = self._prepare(arrays)
         return prepared, self._infos_at(prepared, pointers), arrays["query"]
 
@@ -687,7 +689,7 @@ def explain(*, backend: str | None = None, **call: Any) -> Choice:
     backend : str, optional
         Force a backend.
     **call
-        Inputs, attributes and options of `paged_attention` by name; nothing is computed or written.
+        Inputs, attributes and options of `paged_attention` by name, ``out`` too; nothing is computed or written.
 
     Returns
     -------
@@ -707,5 +709,5 @@ def explain(*, backend: str | None = None, **call: Any) -> Choice:
     >>> print(explain(query=q, key=k, ..., num_heads=8, kv_num_heads=2))  # doctest: +SKIP
     backend: numpy (SdpaKernel=NUMPY_REFERENCE)
     """
-    inputs = {name: call.pop(name) for name in list(call) if name in contract.INPUT_BY_NAME}
-    return PagedAttention(backend=backend, **call).explain(**inputs)
+    arrays = {name: call.pop(name) for name in list(call) if name == "out" or name in contract.INPUT_BY_NAME}
+    return PagedAttention(backend=backend, **call).explain(**arrays)

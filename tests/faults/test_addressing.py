@@ -402,6 +402,41 @@ def test_arrays_that_do_not_start_on_16_bytes(target, kind, name, shift):
     assert_same_bytes(target.run(call).output, want.output)
 
 
+def check_output_at(target, call, shift):
+    """The output at an address that is no multiple of 16: right, and nothing beside it is written."""
+    want = target.run(call).output
+    guard = np.full(16, 0x5A, np.uint8)
+    raw = target.upload(np.concatenate([guard, np.full(shift + want.nbytes, 0xFF, np.uint8), guard]))
+    place = slice(16 + shift, 16 + shift + want.nbytes)
+    out = target.typed(raw[place].view(np.uint16).reshape(want.shape[0], -1), want.dtype)
+    arrays = place_all(target, call)
+    if target.by_heads:  # it writes in vectors; the other kernel asks before each
+        with target.active():
+            kernels = target.operator(call).explain(**arrays, out=out).kernels
+        assert kernels[1] == "decode_split_kv"
+    target.invoke(call, arrays, out=out)
+    after = target.download(raw)
+    assert_close(after[place].view(want.dtype).reshape(want.shape), want.astype(np.float64), call.io)
+    assert (after[16 : 16 + shift] == 0xFF).all()
+    assert_same_bytes(after[:16], guard)
+    assert_same_bytes(after[-16:], guard)
+
+
+@pytest.mark.by_heads(q_len=1)
+@pytest.mark.parametrize("q_len", [1, 2], ids=["decode", "prefill"])
+@pytest.mark.parametrize("shift", [2, 4, 8])
+def test_an_output_that_does_not_start_on_16_bytes(target, shift, q_len, splits):
+    scene = Scene([35, 9], num_heads=4, kv_num_heads=2, head_size=64)
+    check_output_at(target, target.fit(scene.call([35 - q_len, 9 - q_len])), shift)
+
+
+@pytest.mark.parametrize("num_heads", [4, 64])
+@pytest.mark.parametrize("shift", [2, 4, 8])
+def test_a_latent_output_that_does_not_start_on_16_bytes(latent_target, shift, num_heads, splits):
+    scene = Scene([35, 9], num_heads=num_heads, head_size=576, v_head_size=512)
+    check_output_at(latent_target, scene.call([34, 8]), shift)
+
+
 def test_float8_bytes_are_taken_as_a_view(target):
     """A library without float8 hands over the bytes; the view is written in place."""
     scene = Scene([20], cache=CACHES["fp8"])
