@@ -1,7 +1,7 @@
 // write_cache.cu: everything between the inputs and attention. Splits packed rows, normalises and rotates query and key,
 // quantizes key and value, and stores them at their slots.
 //
-//   grid    x: token_count x row_chunks     CTA  kThreads; a row is one head of one token, kLanes lanes each
+//   grid    x: kWarps warps each, of token_count x row_chunks; a row is one head of one token, kLanes lanes each
 //   reads   query, key, value once; one row of the angle tables a head
 //   writes  key_cache, value_cache at the token's slot; query_out [token_count, num_heads, head_size] if it is not null
 //   smem    one float32 row per group of kLanes lanes, for the partner channel of a rotation
@@ -43,18 +43,19 @@ struct WriteCacheParams {
   Rotary rotary;
   int num_heads;
   int kv_num_heads;
-  int row_chunks;      // CTAs of a token
+  int row_chunks;      // warps of a token
   float qk_norm_epsilon;
 };
 
-constexpr int kThreads = 128;
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarpSize;
 
 // How lanes share a row: each holds kSteps vectors of eight channels, kLanes vectors apart.
 template <WriteCacheSpec S> struct RowShape {
   static constexpr int kVectors = S.head_size / 8;
   static constexpr int kLanes = kVectors > 16 ? 32 : kVectors > 8 ? 16 : kVectors > 4 ? 8 : kVectors > 2 ? 4 : kVectors > 1 ? 2 : 1;
   static constexpr int kSteps = ceil_div(kVectors, kLanes);
-  static constexpr int kRows = kThreads / kLanes;  // at a time in a CTA
+  static constexpr int kRows = kWarpSize / kLanes;  // at a time in a warp
 
   static __device__ __forceinline__ int channel(int lane, int step) { return 8 * (lane + step * kLanes); }
 };
@@ -153,6 +154,66 @@ __device__ __forceinline__ void store_in_cache(const KvCache& cache, const Slot&
   }
 }
 
+// Whether new rows are stored as they come, and all of them can be moved 16 bytes at a time.
+template <WriteCacheSpec S> __device__ __forceinline__ bool only_copies(const WriteCacheParams& p) {
+  if (is_quantized(S.cache) || p.q_norm_weight != nullptr || p.rotary.cos_cache != nullptr) return false;
+  const auto bits = [](const void* g_data) { return reinterpret_cast<uint64_t>(g_data); };
+  const int64_t strides = p.key_stride | p.value_stride | p.key_cache.block_stride | p.key_cache.token_stride | p.key_cache.head_stride |
+                          p.value_cache.block_stride | p.value_cache.token_stride | p.value_cache.head_stride;
+  const uint64_t starts = bits(p.key) | bits(p.value) | bits(p.key_cache.data) | bits(p.value_cache.data);
+  return ((starts | sizeof(element_t<S.io>) * static_cast<uint64_t>(strides)) & (sizeof(Vector16) - 1)) == 0;
+}
+
+// Copies the lane's part of heads `head`, head + step, ... of key and value to the token's slot. With nothing to compute, instructions
+// are what long prompts would wait for: addresses are found once a token, and several loads are on their way, the first ones before
+// the slot is known.
+template <WriteCacheSpec S>
+__device__ __forceinline__ void copy_heads(const WriteCacheParams& p, int token, int head, int step, int lane) {
+  using Shape = RowShape<S>;
+  using Io = element_t<S.io>;
+  constexpr int kBatch = ceil_div(2, Shape::kSteps);  // heads at a time
+  constexpr int kVectors = kBatch * Shape::kSteps;
+  const bool has_value = p.value != nullptr;
+  const Io* g_key = static_cast<const Io*>(p.key) + token * p.key_stride;
+  const Io* g_value = static_cast<const Io*>(p.value) + token * p.value_stride;
+  Vector16 keys[kVectors];
+  Vector16 values[kVectors];
+  // Calls move(vector, head, channel) for those of a batch that exist.
+  const auto for_batch = [&](auto&& move) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int own = head + i / Shape::kSteps * step;
+      const int channel = Shape::channel(lane, i % Shape::kSteps);
+      if (own < p.kv_num_heads && channel < S.head_size) move(i, own, channel);
+    }
+  };
+  const auto load = [&](int i, int own, int channel) {
+    const int64_t offset = static_cast<int64_t>(own) * S.head_size + channel;
+    keys[i] = *reinterpret_cast<const Vector16*>(g_key + offset);
+    if (has_value) values[i] = *reinterpret_cast<const Vector16*>(g_value + offset);
+  };
+  for_batch(load);
+
+  const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
+  const Slot slot = slot_of_token(p.slot_mapping, p.blocks, sequence, token);
+  if (slot.block == kUnmapped) return;
+  const auto slot_in = [&](const KvCache& cache) {
+    return static_cast<Io*>(const_cast<void*>(cache.data)) + slot.block * cache.block_stride + slot.offset * cache.token_stride;
+  };
+  Io* g_key_slot = slot_in(p.key_cache);
+  Io* g_value_slot = slot_in(p.value_cache);
+  const auto store = [&](int i, int own, int channel) {
+    *reinterpret_cast<Vector16*>(g_key_slot + own * p.key_cache.head_stride + channel) = keys[i];
+    if (has_value) *reinterpret_cast<Vector16*>(g_value_slot + own * p.value_cache.head_stride + channel) = values[i];
+  };
+  for (;;) {
+    for_batch(store);
+    head += kBatch * step;
+    if (head >= p.kv_num_heads) break;
+    for_batch(load);
+  }
+}
+
 template <WriteCacheSpec S>
 __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ WriteCacheParams p) {
   static_assert(S.head_size % 8 == 0, "rows are read eight channels at a time");
@@ -165,23 +226,31 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < p.zero_count; i += gridDim.x * static_cast<int64_t>(kThreads)) {
     p.zeros[i] = 0;
   }
-  const int token = static_cast<int>(blockIdx.x / p.row_chunks);
-  const int chunk = static_cast<int>(blockIdx.x % p.row_chunks);
+  const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+  const int token = static_cast<int>(warp / static_cast<uint32_t>(p.row_chunks));
+  if (token >= p.sequences.token_count) return;
+  const int chunk = static_cast<int>(warp % static_cast<uint32_t>(p.row_chunks));
   const int lane = threadIdx.x % Shape::kLanes;
   const int query_rows = p.query_out != nullptr ? p.num_heads : 0;
-  const int rows = query_rows + p.kv_num_heads * (p.value != nullptr ? 2 : 1);
-  const auto head_of = [&](int row) { return row < query_rows ? row : (row - query_rows) % p.kv_num_heads; };
+  const int key_rows = query_rows + p.kv_num_heads;
+  const int rows = key_rows + (p.value != nullptr ? p.kv_num_heads : 0);
+  const int step = p.row_chunks * Shape::kRows;
+  const int first_row = chunk * Shape::kRows + static_cast<int>(threadIdx.x) % kWarpSize / Shape::kLanes;
+  if (query_rows == 0 && only_copies<S>(p)) {
+    if constexpr (!is_quantized(S.cache)) copy_heads<S>(p, token, first_row, step, lane);
+    return;
+  }
+  const Io* g_query = static_cast<const Io*>(p.query) + token * p.query_stride;
+  const Io* g_key = static_cast<const Io*>(p.key) + token * p.key_stride;
+  const Io* g_value = static_cast<const Io*>(p.value) + token * p.value_stride;
+  const auto head_of = [&](int row) { return row < query_rows ? row : row < key_rows ? row - query_rows : row - key_rows; };
   const auto load = [&](Words<S>& words, int row) {
-    const bool is_query = row < query_rows;
-    const bool is_key = !is_query && row < query_rows + p.kv_num_heads;
-    const Io* g_source = is_query ? static_cast<const Io*>(p.query) + token * p.query_stride
-                         : is_key ? static_cast<const Io*>(p.key) + token * p.key_stride
-                                  : static_cast<const Io*>(p.value) + token * p.value_stride;
+    const Io* g_source = row < query_rows ? g_query : row < key_rows ? g_key : g_value;
     words.load(g_source + static_cast<int64_t>(head_of(row)) * S.head_size, lane, row < rows);
   };
-  // A CTA waits for memory, so its first row is on its way while the slot is looked up, and each next one while a row is worked on.
+  // A warp waits for memory, so its first rows are on their way while the slot is looked up, and the next ones while some are worked on.
   Words<S> next;
-  load(next, chunk * Shape::kRows + static_cast<int>(threadIdx.x) / Shape::kLanes);
+  load(next, first_row);
 
   const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
   if (!sequence.is_active()) return;
@@ -191,16 +260,15 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
 
   float* s_row = shared_memory<float>() + (threadIdx.x / Shape::kLanes) * S.head_size;
 
-  // Trip counts are the same for a whole CTA, so that every lane reaches the shuffles and barriers of a warp.
-  for (int first = chunk * Shape::kRows; first < rows; first += p.row_chunks * Shape::kRows) {
-    const int row = first + threadIdx.x / Shape::kLanes;
+  // Trip counts are the same for a whole warp, so that every lane reaches its shuffles and barriers.
+  for (int first = chunk * Shape::kRows, row = first_row; first < rows; first += step, row += step) {
     const bool exists = row < rows;
     const bool is_query = row < query_rows;
-    const bool is_key = !is_query && row < query_rows + p.kv_num_heads;
+    const bool is_key = !is_query && row < key_rows;
     const int head = head_of(row);
     float x[8 * Shape::kSteps];
     next.unpack(x);
-    load(next, row + p.row_chunks * Shape::kRows);
+    load(next, row + step);
 
     // Value rows go through the motions of norm and rotation, whose shuffles need the whole warp, and keep their own x.
     if (p.q_norm_weight != nullptr || p.rotary.cos_cache != nullptr) {

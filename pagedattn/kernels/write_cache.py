@@ -14,9 +14,10 @@ from pagedattn.jit.params import f32, i32, i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, ROTARY, SEQUENCE_TABLE, ceil_div
 
-THREADS = 128
-# A token's rows are spread over CTAs while there are few tokens, and looped over in one CTA when there are many.
-CTAS_WORTH_SPREADING = 4096
+WARP = 32
+WARPS = 4  # of a CTA
+# A token's rows are spread over warps while there are few tokens, and looped over in one warp when there are many.
+WARPS_WORTH_SPREADING = 16384
 
 
 @dataclass(frozen=True)
@@ -56,31 +57,31 @@ PARAMS = params(
 
 def threads(spec: WriteCacheSpec) -> int:
     """Threads of a CTA."""
-    return THREADS
+    return WARP * WARPS
 
 
 def rows_at_once(spec: WriteCacheSpec) -> int:
-    """Heads that a CTA works on side by side: a head takes the lanes that hold 8 channels each, up to a warp."""
+    """Heads that a warp works on side by side: a head takes the lanes that hold 8 channels each, up to all."""
     lanes = 1
-    while lanes < min(32, spec.head_size // 8):
+    while lanes < min(WARP, spec.head_size // 8):
         lanes *= 2
-    return THREADS // lanes
+    return WARP // lanes
 
 
 def shared_bytes(spec: WriteCacheSpec) -> int:
     """One float32 row per head that is worked on."""
-    return 4 * spec.head_size * rows_at_once(spec)
+    return 4 * spec.head_size * rows_at_once(spec) * WARPS
 
 
 def row_chunks(spec: WriteCacheSpec, token_count: int, row_count: int) -> int:
-    """CTAs per token, for ``row_count`` heads of query, key and value together."""
+    """Warps per token, for ``row_count`` heads of query, key and value together."""
     most = ceil_div(row_count, rows_at_once(spec))
-    return max(1, min(most, ceil_div(CTAS_WORTH_SPREADING, token_count)))
+    return max(1, min(most, ceil_div(WARPS_WORTH_SPREADING, token_count)))
 
 
 def grid(spec: WriteCacheSpec, token_count: int, row_chunks: int) -> tuple[int, int, int]:
     """CTAs of a launch; ``row_chunks`` is also a field of the Params."""
-    return token_count * row_chunks, 1, 1
+    return ceil_div(token_count * row_chunks, WARPS), 1, 1
 
 
 KERNEL = Kernel("write_cache", WriteCacheSpec, PARAMS, threads, shared_bytes)
@@ -94,7 +95,7 @@ def launch(
     packed: bytes,
 ) -> Launch:
     """Launch of what ``executor.load(KERNEL, spec)`` returned."""
-    return Launch(function, grid(spec, token_count, row_chunks), THREADS, shared_bytes(spec), packed)
+    return Launch(function, grid(spec, token_count, row_chunks), threads(spec), shared_bytes(spec), packed)
 
 
 def smoke_specs() -> Iterator[WriteCacheSpec]:

@@ -86,9 +86,9 @@ def test_infinite_values_in_any_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 4096])
-def test_prologue_with_few_and_many_rows_to_a_cta(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prologue_with_few_and_many_rows_to_a_warp(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows pass through the same shared memory one after the other."""
-    monkeypatch.setattr("pagedattn.kernels.write_cache.CTAS_WORTH_SPREADING", chunks)
+    monkeypatch.setattr("pagedattn.kernels.write_cache.WARPS_WORTH_SPREADING", chunks)
     case = Case(lengths=((5, 9),), kv_num_heads=8, group_size=4, rope="partial", qk_norm=True)
     check_orders(build(case), "flash")
 
