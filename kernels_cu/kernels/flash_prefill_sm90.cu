@@ -74,8 +74,10 @@ struct FlashPrefillSm90Params {
 
 constexpr int kSmallestBlock = 16;
 
-// One piece of work. One thread writes it, and every thread of the others reads it and says so itself.
-struct Work {
+struct alignas(8) Vector8 { uint32_t word[2]; };
+
+// One piece of work. One thread writes it, and every thread of the others reads it and says so itself, 16 bytes at a time.
+struct alignas(16) Work {
   int sequence;
   int first_token;  // in the batch
   int first_row;    // in the sequence
@@ -118,6 +120,13 @@ template <FlashPrefillSm90Spec S> struct Flash {
                     kThreads / kWarpgroup * ptx::start_registers(kThreads),
                 "more would wait forever");
 
+  // Keys of tile i that are multiplied. The last tile may have few, and then so many are enough, but the products that end a work take
+  // whole tiles.
+  static constexpr int kFewKeys = S.warpgroups == 3 ? 64 : 32;
+  static __device__ __forceinline__ int keys_of_tile(const Work& work, int i) {
+    const int left = work.keys.end - work.first_key - i * S.tile_kv;
+    return S.tile_kv < 128 || i == 0 || left > kFewKeys ? S.tile_kv : kFewKeys;
+  }
   // Where the atoms of a key are in its tile.
   static __device__ __forceinline__ int row_offset(int key) { return key / 8 * kEightKeysBytes; }
   // Where the swizzle puts 16-byte unit `unit` of the channels of a row, from the start of channel group 0 of the row's atom.
@@ -144,7 +153,7 @@ template <FlashPrefillSm90Spec S> struct Shared {
   Tiles values;
   Tiles loaded_keys;          // [stages], as the copy engine brings them: the same, or codes
   Tiles loaded_values;        // without codes the same tiles, before what nobody may see is cleared
-  uint32_t* unmapped;         // [stages] bit i: block i of the key tile has nothing to see
+  uint32_t* unmapped;         // [stages] bit i: block i of the key tile is not mapped though some token admits it
   uint32_t* loaded_unmapped;  // [stages]
   uint64_t* query_full;       // one arrival and the bytes
   uint64_t* query_empty;      // an arrival of each warp that computes
@@ -162,6 +171,7 @@ template <FlashPrefillSm90Spec S> struct Shared {
     values.data = take(S.stages * F::kTileBytes);
     loaded_keys.data = take(F::kCodeStages * F::kCodeBytes);
     loaded_values.data = take(F::kCodeStages * F::kCodeBytes);
+    work = reinterpret_cast<Work*>(take(2 * sizeof(Work)));
     query_full = take_barriers(1);
     query_empty = take_barriers(1);
     work_full = take_barriers(2);
@@ -176,7 +186,6 @@ template <FlashPrefillSm90Spec S> struct Shared {
     loaded_values.empty = take_barriers(F::kCodeStages);
     unmapped = take_words(S.stages);
     loaded_unmapped = take_words(F::kCodeStages);
-    work = reinterpret_cast<Work*>(s_next);
     if constexpr (!F::kCodes) {
       loaded_keys = keys;
       loaded_values.data = values.data;
@@ -311,6 +320,16 @@ __device__ __forceinline__ KeyRange keys_of_token(const SequenceTable& table, co
   return admitted_keys(rules, position, row, work.kv_len);
 }
 
+// The same where no rule but causality and a window can be in the way, without 64-bit arithmetic: position + 1 is below 2^32.
+__device__ __forceinline__ KeyRange plain_keys_of_token(const ScoreRules& rules, const Work& work, int i) {
+  const uint32_t next = static_cast<uint32_t>(work.past) + static_cast<uint32_t>(work.first_row + i) + 1;
+  const uint32_t kv_len = work.kv_len;
+  const uint32_t window = rules.local_window_size;
+  const uint32_t end = rules.is_causal && next < kv_len ? next : kv_len;
+  const uint32_t begin = rules.local_window_size > 0 && next > window ? next - window : 0;
+  return {static_cast<int>(begin < end ? begin : end), static_cast<int>(end)};
+}
+
 // Finds the keys of a piece of work, as a whole warp.
 template <FlashPrefillSm90Spec S> __device__ __forceinline__ void find_keys(const FlashPrefillSm90Params& p, Work& work) {
   int begin = 0x7fffffff;
@@ -388,10 +407,10 @@ __device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, cons
     if (work.tokens == 0) break;
 
     // Lane l: the block that holds part l of tile i, as the table has it, or kUnmapped where there is nothing to read.
+    const auto key_of = [&](int i) { return work.first_key + i * S.tile_kv + lane * block_keys; };
+    const auto is_wanted = [&](int key) { return lane < parts && key < work.keys.end && key + block_keys > work.keys.begin; };
     const auto entry_of = [&](int i) {
-      const int key = work.first_key + i * S.tile_kv + lane * block_keys;
-      const bool wanted = lane < parts && i >= 0 && key < work.keys.end && key + block_keys > work.keys.begin;
-      return wanted ? entry_of_position(p.blocks, work.sequence, key) : kUnmapped;
+      return i >= 0 && is_wanted(key_of(i)) ? entry_of_position(p.blocks, work.sequence, key_of(i)) : kUnmapped;
     };
 
     int i = work.tile_count - 1;  // the last tile, which holds the last keys, is the first to be computed
@@ -403,7 +422,7 @@ __device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, cons
       int from[S.tile_kv / kSmallestBlock];
 #pragma unroll
       for (int part = 0; part < S.tile_kv / kSmallestBlock; ++part) from[part] = __shfl_sync(kFullWarp, block, part);
-      const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped) & ((2u << (parts - 1)) - 1u);
+      const uint32_t unmapped = __ballot_sync(kFullWarp, block == kUnmapped && is_wanted(key_of(i)));
       uint64_t* s_full = tiles.full + ring.stage;
       ptx::mbarrier_wait(tiles.empty + ring.stage, ring.parity ^ 1);
       if (ptx::elect()) {
@@ -660,9 +679,11 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     if constexpr (F::kHoldsQuery) {
       const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % 16;
       const unsigned char* s_row = shared.query + warpgroup * F::kQueryBytes + row / 8 * F::kAtomBytes;
+      const int first = F::unit_offset(row, threadIdx.x % kWarpSize / 16, 0);
+      constexpr int kStepsOfGroup = F::kGroupChannels / 16;
 #pragma unroll
-      for (int step = 0; step < S.head_size / 16; ++step) {
-        ptx::ldmatrix_x4(held_query[step], s_row + F::unit_offset(row, 2 * step + threadIdx.x % kWarpSize / 16, F::kQueryGroupBytes));
+      for (int step = 0; step < S.head_size / 16; ++step) {  // two units further on, as the swizzle has it
+        ptx::ldmatrix_x4(held_query[step], s_row + step / kStepsOfGroup * F::kQueryGroupBytes + (first ^ 32 * (step % kStepsOfGroup)));
       }
       __syncwarp();
       release(shared.query_empty);
@@ -677,15 +698,22 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   }
 
   __device__ __forceinline__ void set_rows() {
+    const auto find = [&](auto&& keys_of) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      admitted[half] = keys_of_token(p.sequences, p.rules, work, exists(half) ? token_of(half) : 0);  // token 0 always exists
-      if (!exists(half)) admitted[half] = {0, 0};
-      scale[half] = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
+      for (int half = 0; half < 2; ++half) {
+        admitted[half] = keys_of(exists(half) ? token_of(half) : 0);  // token 0 always exists
+        if (!exists(half)) admitted[half] = {0, 0x7fffffff};  // nothing to mask
+      }
+    };
+    if (!S.has_rules && p.sequences.query_positions == nullptr) [[likely]] {
+      find([&](int token) { return plain_keys_of_token(p.rules, work, token); });
+    } else {
+      find([&](int token) { return keys_of_token(p.sequences, p.rules, work, token); });
     }
-    const auto end_of = [&](int half) { return exists(half) ? admitted[half].end : 0x7fffffff; };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) scale[half] = S.has_rules ? p.rules.scale : kLog2E * p.rules.scale;
     everyones = {__reduce_max_sync(kFullWarp, max_of(admitted[0].begin, admitted[1].begin)),
-                 __reduce_min_sync(kFullWarp, min_of(end_of(0), end_of(1)))};
+                 __reduce_min_sync(kFullWarp, min_of(admitted[0].end, admitted[1].end))};
   }
 
   __device__ __forceinline__ void sync_warpgroup() const { ptx::named_barrier_sync(kOwn + warpgroup, kWarpgroup); }
@@ -794,16 +822,21 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   struct Sight {
     uint32_t row[2] = {~0u, ~0u};
     uint32_t all = ~0u;  // what all rows of the warp see: the same in all lanes
+    bool is_asked = false;  // key by key instead, which is quicker for 32 keys whose blocks are all mapped
   };
 
   // Of the first kKeys keys of tile i, whose products are on their way. Only lane 0, which will release the tile, reads which of its
-  // blocks have nothing to see.
+  // blocks are not mapped.
   template <int kKeys> __device__ __forceinline__ Sight sight_of(int i) const {
     Sight sight;
     const int first_key = work.first_key + i * S.tile_kv;
     uint32_t unmapped = threadIdx.x % kWarpSize == 0 ? shared.unmapped[key_ring.stage] : 0;
     unmapped = __shfl_sync(kFullWarp, unmapped, 0);
     if (unmapped == 0 && everyones.begin <= first_key && everyones.end - first_key >= kKeys) return sight;
+    if (kKeys == 32 && unmapped == 0) {
+      sight.is_asked = true;
+      return sight;
+    }
     uint32_t mapped = ~0u;
     const int block_bits = min_of(p.blocks.block_size, S.tile_kv) / 4;
 #pragma unroll 1
@@ -813,17 +846,25 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (exists(half)) {
-        sight.row[half] = mapped & low_bits(own_keys_below(admitted[half].end - first)) &
-                          ~low_bits(own_keys_below(admitted[half].begin - first));
-      }
+      sight.row[half] = mapped & low_bits(own_keys_below(admitted[half].end - first)) &
+                        ~low_bits(own_keys_below(admitted[half].begin - first));
     }
     sight.all = kKeys > 32 ? __reduce_and_sync(kFullWarp, sight.row[0] & sight.row[1]) : 0;  // 32 are looked at as one
     return sight;
   }
 
   // Looks at 32 keys only if there is one that not everybody sees.
-  template <int kCount> __device__ __forceinline__ void mask(float (&scores)[kCount], const Sight& sight) const {
+  template <int kCount> __device__ __forceinline__ void mask(float (&scores)[kCount], const Sight& sight, int first_key) const {
+    if (kCount == 16 && sight.is_asked) {
+      const int first = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const KeyRange& own = admitted[i / 2 % 2];
+        const int key = i / 4 * 8 + i % 2;  // from `first` on
+        if (key < own.begin - first || key >= own.end - first) scores[i] = negative_infinity();
+      }
+      return;
+    }
     if (sight.all == ~0u) return;
 #pragma unroll
     for (int part = 0; part < kCount; part += 16) {
@@ -860,7 +901,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     release(shared.keys.empty + key_ring.stage);
     key_ring.advance();
     if constexpr (S.has_rules) apply_rules(scores, work.first_key + i * S.tile_kv);
-    mask(scores, sight);
+    mask(scores, sight, work.first_key + i * S.tile_kv);
   }
 
   // Takes what finish_scores leaves of a row to base 2. A row that does not exist is multiplied with what happens to lie behind the
@@ -884,8 +925,6 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     weigh(scores, rows, factor, rescale);
 #pragma unroll
     for (int j = 0; j < kKeys / 4; ++j) weights[j / 4][j % 4] = ptx::pack_2<Math>(scores[2 * j], scores[2 * j + 1]);
-#pragma unroll
-    for (int j = kKeys / 4; j < kScores / 2; ++j) weights[j / 4][j % 4] = 0;
   }
 
   // The products of tile i's values, of which the first kKeys have weights, and of tile i - 1's keys; then weights of the latter.
@@ -918,13 +957,8 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     if (moved) scale_rows(acc, rescale);
   }
 
-  // Weights of a first tile with at most kKeys keys to be seen, and the products of its values if there is another tile.
-  template <int kKeys>
-  __device__ __forceinline__ void start(float (&acc)[kOutputs], uint32_t (&weights)[kScores / 8][4], RowPair& rows,
-                                        const float (&factor)[2], int& i) {
-    begin<kKeys>(weights, rows, factor);
-    if (i > 0) advance<kKeys>(acc, weights, rows, factor, i--);
-  }
+  // Of the lane's 8 bytes in 32: those of the first n-tile are with the even lanes (write).
+  static __device__ __forceinline__ int first_channel() { return 8 * (threadIdx.x % 2) + 4 * (threadIdx.x % 4 / 2); }
 
   // What writing needs of a work, when the next one has taken its place.
   struct Finished {
@@ -938,20 +972,26 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   __device__ __forceinline__ Finished finish(const RowPair& rows) const {
     Finished finished;
     finished.kv_head = work.kv_head;
+    const auto token = [&](int half) { return work.first_token + token_of(half); };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       finished.sum[half] = group_sum<4>(rows.sum[half]);
+      if (exists(half)) finished.g_row[half] = output_row<Io>(p.out, token(half), head_of(half), S.head_size) + first_channel();
+    }
+    if (p.out.head_sink == nullptr && p.out.lse == nullptr) [[likely]] {  // what `finalize` comes to
+#pragma unroll
+      for (int half = 0; half < 2; ++half) finished.factor[half] = finished.sum[half] == 0.0f ? 0.0f : 1.0f / finished.sum[half];
+      return finished;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       SoftmaxState state;
       if (rows.reference[half] != negative_infinity()) state.row_max = rows.reference[half] * factor_of(half);
       state.row_sum = finished.sum[half];
-      const int head = head_of(half);
-      const SoftmaxResult result = finalize(state, exists(half) ? sink_of<Io>(p.out.head_sink, head) : negative_infinity());
+      const float sink = exists(half) ? sink_of<Io>(p.out.head_sink, head_of(half)) : negative_infinity();
+      const SoftmaxResult result = finalize(state, sink);
       finished.factor[half] = result.factor;
-      if (exists(half)) {
-        const int token = work.first_token + token_of(half);
-        finished.g_row[half] = output_row<Io>(p.out, token, head, S.head_size) + 8 * (threadIdx.x % 4);
-        if (threadIdx.x % 4 == 0) store_lse(p.out, token, head, result.lse);
-      }
+      if (exists(half) && threadIdx.x % 4 == 0) store_lse(p.out, token(half), head_of(half), result.lse);
     }
     return finished;
   }
@@ -963,11 +1003,9 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     uint32_t weights[kScores / 8][4];
 
     int i = work.tile_count - 1;
-    const int keys_left = work.keys.end - work.first_key - i * S.tile_kv;
-    if (S.tile_kv == 128 && keys_left <= 32) {
-      start<32>(acc, weights, rows, factor, i);
-    } else if (S.tile_kv == 128 && keys_left <= 64) {
-      start<64>(acc, weights, rows, factor, i);
+    if (F::keys_of_tile(work, i) < S.tile_kv) {
+      begin<F::kFewKeys>(weights, rows, factor);
+      advance<F::kFewKeys>(acc, weights, rows, factor, i--);
     } else {
       begin<S.tile_kv>(weights, rows, factor);
     }
@@ -1012,34 +1050,41 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     }
     bool spoilt = false;
     if constexpr (F::kSpoils) {
-      spoilt = __any_sync(kFullWarp, (finished.g_row[0] != nullptr && is_spoilt(acc, 0, finished.sum[0])) ||
-                                         (finished.g_row[1] != nullptr && is_spoilt(acc, 1, finished.sum[1])));
+      const bool is_first = is_spoilt(acc, 0, finished.sum[0]);
+      const bool is_second = is_spoilt(acc, 1, finished.sum[1]);
+      spoilt = __any_sync(kFullWarp, (is_first & (finished.g_row[0] != nullptr)) | (is_second & (finished.g_row[1] != nullptr)));
     }
+    const bool is_odd = threadIdx.x % 2 != 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor = finished.factor[half];
-      Vector16 vectors[kOutputs / 16];  // of n-tiles t, 4 + t, ..., once they are transposed
+      Vector8 vectors[kOutputs / 8];  // of n-tiles 0, 2, ... in even lanes, and of the next ones in odd lanes
 #pragma unroll
-      for (int i = 0; i < kOutputs / 4; ++i) {
-        vectors[i / 4].word[i % 4] = ptx::pack_2<Io>(acc[4 * i + 2 * half] * factor, acc[4 * i + 2 * half + 1] * factor);
+      for (int i = 0; i < kOutputs / 8; ++i) {
+        uint32_t word[2];  // of two n-tiles
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int first = 8 * i + 4 * j + 2 * half;
+          word[j] = ptx::pack_2<Io>(acc[first] * factor, acc[first + 1] * factor);
+        }
+        const uint32_t other = __shfl_xor_sync(kFullWarp, is_odd ? word[0] : word[1], 1);
+        vectors[i] = {is_odd ? other : word[0], is_odd ? word[1] : other};
       }
-#pragma unroll
-      for (int i = 0; i < kOutputs / 16; ++i) transpose_4(vectors[i].word);
       if (finished.g_row[half] != nullptr) store_vectors(finished.g_row[half], vectors);
     }
     return spoilt;
   }
 
-  // Every fourth 16 bytes of a row. Asks once how they are aligned: a branch for each would keep their transpositions apart.
-  template <int kCount> static __device__ __forceinline__ void store_vectors(Io* g_target, const Vector16 (&vectors)[kCount]) {
-    if (is_aligned(g_target, sizeof(Vector16))) {
+  // Every fourth 8 bytes of a row. Asks once how they are aligned: a branch for each would keep their exchanges apart.
+  template <int kCount> static __device__ __forceinline__ void store_vectors(Io* g_target, const Vector8 (&vectors)[kCount]) {
+    if (is_aligned(g_target, sizeof(Vector8))) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) *reinterpret_cast<Vector16*>(g_target + 32 * i) = vectors[i];
+      for (int i = 0; i < kCount; ++i) *reinterpret_cast<Vector8*>(g_target + 16 * i) = vectors[i];
     } else {
 #pragma unroll
-      for (int i = 0; i < 8 * kCount; ++i) {
-        const uint32_t word = vectors[i / 8].word[i / 2 % 4];
-        reinterpret_cast<uint16_t*>(g_target)[i / 8 * 32 + i % 8] = static_cast<uint16_t>(word >> 16 * (i % 2));
+      for (int i = 0; i < 4 * kCount; ++i) {
+        const uint32_t word = vectors[i / 4].word[i / 2 % 2];
+        reinterpret_cast<uint16_t*>(g_target)[i / 4 * 16 + i % 4] = static_cast<uint16_t>(word >> 16 * (i % 2));
       }
     }
   }
@@ -1062,14 +1107,14 @@ template <FlashPrefillSm90Spec S> struct Consumer {
 #pragma unroll 1
     for (uint32_t round = 1; work.tokens != 0; round = round << 1 | round >> 31) {  // a bit
       float acc[kOutputs];
-#pragma unroll
-      for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
       Finished finished;
       if (work.tile_count > 0 && !is_idle()) {
         attend(acc, finished);
       } else {
         if (work.tile_count > 0) let_pass();
         finished = finish({});
+#pragma unroll
+        for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
         fetch();
       }
       if (write(acc, finished)) spoilt_rounds |= round;

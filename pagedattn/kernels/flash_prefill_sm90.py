@@ -18,7 +18,7 @@ from pagedattn.problem import Problem, TensorInfo
 WARPGROUP = 128
 ROWS = 64  # of a warpgroup
 HEAD_SIZES = (64, 96, 128, 192, 256)
-WORK_BYTES = 44  # description of a piece of work
+WORK_BYTES = 48  # description of a piece of work
 ALIGNMENT_BYTES = 1024  # the swizzle repeats after so many
 
 
