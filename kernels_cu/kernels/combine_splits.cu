@@ -28,6 +28,7 @@ struct CombineParams {
   Output out;
   Partials partials;
   int heads_per_cta;  // kWarps, or 1 where CTAs are few
+  int run;            // neighbouring splits that the producer has merged into one part, where the first of them was
 };
 
 constexpr int kWarps = 4;
@@ -62,16 +63,17 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
 
   const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
   const bool exists = head < p.out.num_heads && sequence.is_active();
-  const int splits = exists ? plan_splits(p.partials, keys_of_plan(p, sequence, token, head)).count : 0;
+  const int splits = exists ? ceil_div(plan_splits(p.partials, keys_of_plan(p, sequence, token, head)).count, p.run) : 0;
   // CTAs with nothing to merge make room for the others while the kernel ahead still runs. All but one, because the end of this kernel
   // stands for the end of the one ahead.
   if (splits <= 1 && blockIdx.x != 0) return;
   ptx::wait_for_previous_kernel();  // which makes the parts
   if (splits <= 1) return;
 
-  const int64_t first_row = partial_row(p.partials, token, 0, p.out.num_heads, head);  // others follow num_heads rows apart
+  const int64_t first_row = partial_row(p.partials, token, 0, p.out.num_heads, head);
+  const int64_t stride = static_cast<int64_t>(p.run) * p.out.num_heads;  // rows to the next one
   const auto lse_of_split = [&](int split, int end) {
-    return split < end ? p.partials.lse[first_row + static_cast<int64_t>(split) * p.out.num_heads] : negative_infinity();
+    return split < end ? p.partials.lse[first_row + split * stride] : negative_infinity();
   };
   SoftmaxState merged;
   for (int first = 0; first < splits; first += kWarpSize) merged.row_max = fmaxf(merged.row_max, lse_of_split(first + lane, splits));
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
       for (int i = 0; i < count; ++i) {
         const float weight = __shfl_sync(kFullWarp, own_weight, i);
         row_sum += weight;
-        const int64_t row = first_row + static_cast<int64_t>(first + i) * p.out.num_heads;
+        const int64_t row = first_row + (first + i) * stride;
         const float2* g_acc = reinterpret_cast<const float2*>(p.partials.acc + row * kWidth);
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) {

@@ -31,7 +31,8 @@ struct DecodeHeadsSm90Spec {
   int heads;        // kv heads of a CTA
   int copy_tokens;  // of one copy: 16 where the CTA has all heads of a token, else 1
   int tile_keys;
-  int units;        // of the ring
+  int unit_keys;    // of a unit of the ring
+  int units;
 };
 
 struct DecodeHeadsSm90Params {
@@ -44,7 +45,7 @@ struct DecodeHeadsSm90Params {
   ScoreRules rules;
   Output out;
   Partials partials;
-  int* finished;         // [token_count, kv heads], zeros: splits that are done; null: no merge here
+  int* finished;         // [token_count, runs of kMergedSplits splits, kv heads], zeros: splits that are done; null where no token has two
   int group_size;        // query heads of a kv head, 8 at most
   int head_tiles;        // kv heads / S.heads
   int query_is_new;      // the kernel ahead writes it
@@ -75,13 +76,17 @@ template <DecodeHeadsSm90Spec S> struct DecodeHeads {
   static constexpr int kWorkBytes = 256;
   static constexpr int kSlice = 16;
   static constexpr int kSlices = S.tile_keys / kSlice;
+  static constexpr int kUnitSlices = S.unit_keys / kSlice;
+  static constexpr int kTileUnits = S.tile_keys / S.unit_keys;
   static constexpr int kSteps = F::Tile::kSteps;
   static constexpr int kRowBytes = F::Tile::kRowBytes;
   static constexpr int kParts = kRowBytes / 64;  // of a row: four vectors of 16 bytes
+  static constexpr int kPartPairs = ceil_div(kParts, 2);
   static constexpr int kTokenBytes = S.heads * kRowBytes;
   static constexpr int kSliceBytes = kSlice * kTokenBytes;
-  static constexpr int kUnitBytes = kSlices * kSliceBytes;
+  static constexpr int kUnitBytes = kUnitSlices * kSliceBytes;
   static constexpr uint32_t kAllSlices = (1u << kSlices) - 1;
+  static constexpr uint32_t kAllUnitSlices = (1u << kUnitSlices) - 1;
   static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is one part, or pairs of them");
 
   static __device__ __forceinline__ uint64_t* s_full() { return shared_memory<uint64_t>(); }
@@ -179,6 +184,14 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void load_tiles(cons
     return is_below(key, range.end) ? block_of_position(p.blocks, own.sequence.index, key) : kUnmapped;
   };
   int next = look_up(0);
+  const int lane = threadIdx.x % kWarpSize;
+  if (next != kUnmapped && lane / D::kSlices < ceil_div(S.units, 2 * D::kTileUnits)) {  // what fills the ring first is on its way to L2
+    const int offset = offset_in_block(p.blocks, key_of_lane(0));
+    for (int token = 0; token < D::kSlice; token += S.copy_tokens) {
+      ptx::bulk_prefetch(keys.row(next, offset + token), S.copy_tokens * D::kTokenBytes);
+      ptx::bulk_prefetch(values.row(next, offset + token), S.copy_tokens * D::kTokenBytes);
+    }
+  }
   ptx::wait_for_previous_kernel();  // which writes the cache
   int slot = 0;
   uint32_t parity = 1;  // of the phase before the first one: units are free
@@ -195,20 +208,21 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void load_tiles(cons
       g_values = values.row(block, offset);
       next = look_up(tile + kBatch);
     }
-    const int first_lane = tile % kBatch * D::kSlices;
-    const uint32_t own_mapped = mapped >> first_lane & D::kAllSlices;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int unit = 0; unit < 2 * D::kTileUnits; ++unit) {
+      const bool is_keys = unit < D::kTileUnits;
+      const int first_lane = tile % kBatch * D::kSlices + unit % D::kTileUnits * D::kUnitSlices;
+      const uint32_t own_mapped = mapped >> first_lane & D::kAllUnitSlices;
       ptx::mbarrier_wait(D::s_empty() + slot, parity);
       if (ptx::elect()) ptx::mbarrier_arrive_expect(D::s_full() + slot, __popc(own_mapped) * D::kSliceBytes);
       __syncwarp();
 #pragma unroll
-      for (int slice = 0; slice < D::kSlices; ++slice) {
-        const uint64_t own_source = reinterpret_cast<uint64_t>(half == 0 ? g_keys : g_values);
+      for (int slice = 0; slice < D::kUnitSlices; ++slice) {
+        const uint64_t own_source = reinterpret_cast<uint64_t>(is_keys ? g_keys : g_values);
         const auto g_source = reinterpret_cast<const unsigned char*>(__shfl_sync(kFullWarp, own_source, first_lane + slice));
         if (!(own_mapped >> slice & 1u)) continue;
         unsigned char* s_slice = D::s_unit(slot) + slice * D::kSliceBytes;
-        const int64_t token_bytes = (half == 0 ? keys : values).token_bytes();
+        const int64_t token_bytes = (is_keys ? keys : values).token_bytes();
         if (ptx::elect()) {
 #pragma unroll
           for (int token = 0; token < D::kSlice; token += S.copy_tokens) {
@@ -306,36 +320,45 @@ __device__ __forceinline__ void clear_values(unsigned char* s_head, int key, con
   __syncwarp();              // the cleared rows are visible to all lanes
 }
 
-// Counts this split of a token's kv head as done; the warp that finds all others done merges them in order. Four lanes have a row. It
-// is on its own then, and each round trip to memory shows: one brings every lse, and acc of four splits, kAtOnce vectors a lane; a few more the rest.
+// Counts this split of a token's kv head as done among its neighbours, kMergedSplits of them; the warp that finds all others done merges
+// them in order, to the result if they are all splits of the token, else to one part, in place of the first one. Four lanes have a row. It is
+// on its own then, and each round trip to memory shows: one brings every lse, and acc of four splits, kAtOnce vectors a lane; a few more the rest.
 template <DecodeHeadsSm90Spec S>
-__device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, int token, int kv_head, int splits) {
+__device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, const Work& own, int kv_head) {
   using D = DecodeHeads<S>;
   constexpr int kVectors = S.head_size / 16;  // of four channels, in a lane
-  constexpr int kAtOnce = 2;
+  constexpr int kAtOnce = 4;
   static_assert(kVectors % kAtOnce == 0, "whole batches");
   const int lane = threadIdx.x % kWarpSize;
+  const int run = own.split / kMergedSplits;
+  const int splits = min_of(own.plan.count - run * kMergedSplits, kMergedSplits);
+  const bool is_final = own.plan.count <= kMergedSplits;
   __threadfence();  // this lane's part is visible to the device
   __syncwarp();     // those of the whole warp are
   int before = 0;
-  if (lane == 0) before = atomicAdd(p.finished + static_cast<int64_t>(token) * p.head_tiles * S.heads + kv_head, 1);
-  if (__shfl_sync(kFullWarp, before, 0) != splits - 1) return;
+  if (lane == 0) {
+    const int runs = ceil_div(p.partials.split_count, kMergedSplits);
+    before = atomicAdd(p.finished + (static_cast<int64_t>(own.token) * runs + run) * p.head_tiles * S.heads + kv_head, 1);
+  }
+  if (__shfl_sync(kFullWarp, before, 0) != splits - 1 || splits == 1) return;
   __threadfence();  // the others' parts are visible
 
   const int row = lane / 4;
-  if (row >= p.group_size) return;
-  const int head = kv_head * p.group_size + row;
-  const int64_t first_part = partial_row(p.partials, token, 0, p.out.num_heads, head);  // others follow num_heads rows apart
-  float weight[kMergedSplits];
+  const int head = kv_head * p.group_size + min_of(row, p.group_size - 1);
+  const int64_t first_part = partial_row(p.partials, own.token, run * kMergedSplits, p.out.num_heads, head);  // others follow num_heads rows apart
+  float lse[2];  // of splits lane % 4 and 4 more, then their weights
 #pragma unroll
-  for (int split = 0; split < kMergedSplits; ++split) {
-    weight[split] = split < splits ? p.partials.lse[first_part + static_cast<int64_t>(split) * p.out.num_heads] : negative_infinity();
+  for (int half = 0; half < 2; ++half) {
+    const int split = 4 * half + lane % 4;
+    lse[half] = split < splits ? p.partials.lse[first_part + static_cast<int64_t>(split) * p.out.num_heads] : negative_infinity();
   }
+  float* g_first = p.partials.acc + first_part * S.head_size + 4 * (lane % 4);
+  const int64_t step = static_cast<int64_t>(p.out.num_heads) * S.head_size;
   float4 x[4][kAtOnce];
   const auto load_acc = [&](int first, int base) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float* g_part = p.partials.acc + (first_part + static_cast<int64_t>(base + i) * p.out.num_heads) * S.head_size + 4 * (lane % 4);
+      const float* g_part = g_first + (base + i) * step;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         x[i][j] = base + i < splits ? *reinterpret_cast<const float4*>(g_part + 16 * (first + j)) : float4{};
@@ -344,39 +367,45 @@ __device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, int
   };
   load_acc(0, 0);
   SoftmaxState merged;
+  merged.row_max = group_max<4>(fmaxf(lse[0], lse[1]));
+  const auto weight = [&](int split) { return __shfl_sync(kFullWarp, split < 4 ? lse[0] : lse[1], split, 4); };
 #pragma unroll
-  for (int split = 0; split < kMergedSplits; ++split) merged.row_max = fmaxf(merged.row_max, weight[split]);
+  for (int half = 0; half < 2; ++half) lse[half] = merged.weight(lse[half]);
 #pragma unroll
-  for (int split = 0; split < kMergedSplits; ++split) {
-    weight[split] = merged.weight(weight[split]);
-    merged.row_sum += weight[split];
+  for (int split = 0; split < kMergedSplits; ++split) merged.row_sum += weight(split);
+  const SoftmaxResult result = finalize(merged, is_final ? sink_of<typename D::Io>(p.out.head_sink, head) : negative_infinity());
+  if (lane % 4 == 0 && row < p.group_size) {
+    if (is_final) store_lse(p.out, own.token, head, result.lse);
+    else p.partials.lse[first_part] = lse_of(merged);
   }
-  const SoftmaxResult result = finalize(merged, sink_of<typename D::Io>(p.out.head_sink, head));
-  if (lane % 4 == 0) store_lse(p.out, token, head, result.lse);
-  auto* g_row = output_row<typename D::Io>(p.out, token, head, S.head_size);
 #pragma unroll 1
   for (int first = 0; first < kVectors; first += kAtOnce) {
     float4 acc[kAtOnce] = {};
-#pragma unroll
-    for (int base = 0; base < kMergedSplits; base += 4) {
-      if (base >= splits) break;
+#pragma unroll 1
+    for (int base = 0; base < splits; base += 4) {
       if (first + base > 0) load_acc(first, base);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        const float own_weight = weight(base + i);
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          acc[j].x += weight[base + i] * x[i][j].x;
-          acc[j].y += weight[base + i] * x[i][j].y;
-          acc[j].z += weight[base + i] * x[i][j].z;
-          acc[j].w += weight[base + i] * x[i][j].w;
+          acc[j].x += own_weight * x[i][j].x;
+          acc[j].y += own_weight * x[i][j].y;
+          acc[j].z += own_weight * x[i][j].z;
+          acc[j].w += own_weight * x[i][j].w;
         }
       }
     }
+    if (row >= p.group_size) continue;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int channel = 16 * (first + j) + 4 * (lane % 4);
-      *reinterpret_cast<uint2*>(g_row + channel) = {ptx::pack_2<typename D::Io>(acc[j].x * result.factor, acc[j].y * result.factor),
-                                                    ptx::pack_2<typename D::Io>(acc[j].z * result.factor, acc[j].w * result.factor)};
+      const float4 sum{acc[j].x * result.factor, acc[j].y * result.factor, acc[j].z * result.factor, acc[j].w * result.factor};
+      if (is_final) {
+        *reinterpret_cast<uint2*>(output_row<typename D::Io>(p.out, own.token, head, S.head_size) + 16 * (first + j) + 4 * (lane % 4)) = {
+            ptx::pack_2<typename D::Io>(sum.x, sum.y), ptx::pack_2<typename D::Io>(sum.z, sum.w)};
+      } else {
+        *reinterpret_cast<float4*>(g_first + 16 * (first + j)) = sum;
+      }
     }
   }
 }
@@ -447,34 +476,41 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
 #pragma unroll 1
   for (; tiles > 0; --tiles) {
     flags = ptx::opaque(flags);
-    ptx::mbarrier_wait(D::s_full() + slot_of_turn(), turn >= S.units);
     float scores[D::kSlices][4] = {};
-    const unsigned char* s_keys = D::s_unit(slot_of_turn());
     const int other_key_offset = ptx::opaque(key_offset) ^ 64;
 #pragma unroll
-    for (int slice = 0; slice < D::kSlices; ++slice) {
+    for (int unit = 0; unit < D::kTileUnits; ++unit) {
+      ptx::mbarrier_wait(D::s_full() + slot_of_turn(), turn >= S.units);
+      const unsigned char* s_keys = D::s_unit(slot_of_turn());
+      Vector16 low[D::kUnitSlices][D::kPartPairs][2], high[D::kUnitSlices][D::kPartPairs][2];
 #pragma unroll
-      for (int part = 0; part < D::kParts; part += 2) {
-        const int offset = slice * D::kSliceBytes + 64 * part;
-        Vector16 low[2], high[2];
-        D::load_keys(low, s_keys, key_offset, other_key_offset, offset);
-        D::load_keys(high, s_keys, key_offset, other_key_offset, offset + 8 * D::kTokenBytes);
+      for (int slice = 0; slice < D::kUnitSlices; ++slice) {
 #pragma unroll
-        for (int i = 0; i < 4 && 2 * part + i < F::Tile::kGroups; ++i) {
-          const int word = i % 2 * 2;
-          const uint32_t r[4] = {low[i / 2].word[word], high[i / 2].word[word], low[i / 2].word[word + 1], high[i / 2].word[word + 1]};
+        for (int pair = 0; pair < D::kPartPairs; ++pair) {
+          const int offset = slice * D::kSliceBytes + 128 * pair;
+          D::load_keys(low[slice][pair], s_keys, key_offset, other_key_offset, offset);
+          D::load_keys(high[slice][pair], s_keys, key_offset, other_key_offset, offset + 8 * D::kTokenBytes);
+        }
+      }
+      release();
+#pragma unroll
+      for (int slice = 0; slice < D::kUnitSlices; ++slice) {
+#pragma unroll
+        for (int group = 0; group < F::Tile::kGroups; ++group) {
+          const Vector16& low_vector = low[slice][group / 4][group % 4 / 2];
+          const Vector16& high_vector = high[slice][group / 4][group % 4 / 2];
+          const int word = group % 2 * 2;
+          const uint32_t r[4] = {low_vector.word[word], high_vector.word[word], low_vector.word[word + 1], high_vector.word[word + 1]};
           uint32_t a[F::kSteps][4];
           F::keys(a, r);
 #pragma unroll
           for (int j = 0; j < F::kSteps; ++j) {
-            const uint2 b = query[(2 * part + i) * F::kSteps + j];
-            ptx::mma_m16n8k16<typename D::Math>(scores[slice], a[j], b.x, b.y);
+            const uint2 b = query[group * F::kSteps + j];
+            ptx::mma_m16n8k16<typename D::Math>(scores[unit * D::kUnitSlices + slice], a[j], b.x, b.y);
           }
         }
       }
     }
-    __syncwarp();  // all lanes have read the keys: they arrive together
-    release();
 
 #pragma unroll
     for (int slice = 0; slice < D::kSlices; ++slice) {
@@ -535,40 +571,46 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
       }
     }
 
-    ptx::mbarrier_wait(D::s_full() + slot_of_turn(), turn >= S.units);
-    unsigned char* s_values = D::s_unit(slot_of_turn());
     const int other_value_offset = ptx::opaque(value_offset) ^ 32;
-    uint32_t loaded = D::kAllSlices;
-    if (masked) {
-      const KeyRange range = own.keys(p.partials);
-      const int key = tile_key<S>(range, tiles);
-      loaded = loaded_slices<S>(p, own, range, key);
-      for (int slice = 0; slice < D::kSlices; ++slice) {
-        if (loaded >> slice & 1u) {
-          clear_values<S>(s_values + slice * D::kSliceBytes + (kv_head - first_head) * D::kRowBytes, key + D::kSlice * slice, range);
+#pragma unroll
+    for (int unit = 0; unit < D::kTileUnits; ++unit) {
+      ptx::mbarrier_wait(D::s_full() + slot_of_turn(), turn >= S.units);
+      unsigned char* s_values = D::s_unit(slot_of_turn());
+      uint32_t loaded = D::kAllUnitSlices;
+      if (masked) {
+        const KeyRange range = own.keys(p.partials);
+        const int key = tile_key<S>(range, tiles) + unit * S.unit_keys;
+        loaded = loaded_slices<S>(p, own, range, key);
+        for (int slice = 0; slice < D::kUnitSlices; ++slice) {
+          if (loaded >> slice & 1u) {
+            clear_values<S>(s_values + slice * D::kSliceBytes + (kv_head - first_head) * D::kRowBytes, key + D::kSlice * slice, range);
+          }
         }
       }
-    }
+      uint32_t r[D::kUnitSlices][D::kParts][2][4];
 #pragma unroll
-    for (int slice = 0; slice < D::kSlices; ++slice) {
-      if (!(loaded >> slice & 1u)) continue;  // whatever lies there
+      for (int slice = 0; slice < D::kUnitSlices; ++slice) {
 #pragma unroll
-      for (int part = 0; part < D::kParts; ++part) {
-        uint32_t r[2][4];
-        D::load_values(r, s_values, value_offset, other_value_offset, slice * D::kSliceBytes + 64 * part, flags);
+        for (int part = 0; part < D::kParts; ++part) {
+          D::load_values(r[slice][part], s_values, value_offset, other_value_offset, slice * D::kSliceBytes + 64 * part, flags);
+        }
+      }
+      release();
 #pragma unroll
-        for (int group = 0; group < 2; ++group) {
+      for (int slice = 0; slice < D::kUnitSlices; ++slice) {
+        if (!(loaded >> slice & 1u)) continue;  // whatever lay there
+        const auto& own_weights = weights[unit * D::kUnitSlices + slice];
+#pragma unroll
+        for (int group = 0; group < F::Tile::kGroups; ++group) {
           uint32_t a[F::kSteps][4];
-          F::values(a, r[group]);
+          F::values(a, r[slice][group / 2][group % 2]);
 #pragma unroll
           for (int j = 0; j < F::kSteps; ++j) {
-            ptx::mma_m16n8k16<typename D::Math>(acc[(2 * part + group) * F::kSteps + j], a[j], weights[slice][0], weights[slice][1]);
+            ptx::mma_m16n8k16<typename D::Math>(acc[group * F::kSteps + j], a[j], own_weights[0], own_weights[1]);
           }
         }
       }
     }
-    __syncwarp();  // all lanes have read the values
-    release();
   }
 
   const int token = own.token;
@@ -607,7 +649,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
                    [&](int channel, float2 values) { *reinterpret_cast<float2*>(g_row + channel) = values; });
     }
   }
-  if (!is_final && p.finished != nullptr) merge_splits<S>(p, token, kv_head, splits);
+  if (!is_final) merge_splits<S>(p, own, kv_head);
 }
 
 // Work `number`: first the whole splits of all tokens, then the last one of each, the longest first, in four classes. A token
@@ -682,7 +724,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ const Work& find_wor
 
 template <DecodeHeadsSm90Spec S>
 __global__ void __launch_bounds__(DecodeHeads<S>::kThreads, DecodeHeads<S>::kCtas) decode_heads_sm90(const __grid_constant__ DecodeHeadsSm90Params p) {
-  static_assert(S.tile_keys % 16 == 0 && S.units >= 2, "a tile is whole slices; keys and values of one fit the ring");
+  static_assert(S.unit_keys % 16 == 0 && S.tile_keys % S.unit_keys == 0, "a unit is whole slices, a tile whole units");
   static_assert(is_quantized(S.cache) || S.cache == S.io, "an unquantized cache holds the io type");
   using D = DecodeHeads<S>;
   const int head_tile = static_cast<int>(blockIdx.x % p.head_tiles);

@@ -10,7 +10,7 @@ from pagedattn.backends.prologue import Rows, aligned
 from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import decode_heads_sm90, decode_split_kv
-from pagedattn.kernels.layouts import MERGED_SPLITS
+from pagedattn.kernels.layouts import MERGED_SPLITS, ceil_div
 from pagedattn.kernels.row_tiles import key_span, row_bound
 from pagedattn.problem import Problem
 
@@ -44,10 +44,8 @@ def _pays_by_heads(problem: Problem, executor: Executor[Function]) -> bool:
     if FORCE_HEADS is not None:
         return FORCE_HEADS
     works = max(1, problem.token_count * problem.kv_num_heads // kernel.HEADS)
-    slots = kernel.CTAS * executor.multiprocessors
     size = kernel.split_size(key_span(problem, 1), works, executor.multiprocessors)
-    few_and_long = works * MERGED_SPLITS >= slots and size >= kernel.GOOD_SPLIT_KEYS
-    return not problem.split_keys and (works >= executor.multiprocessors or few_and_long)
+    return not problem.split_keys and (works >= executor.multiprocessors or size >= kernel.GOOD_SPLIT_KEYS)
 
 
 class _ByHeads:
@@ -62,8 +60,8 @@ class _ByHeads:
         span = key_span(p, 1)
         size = kernel.split_size(span, max(1, self.works), executor.multiprocessors)
         self.splits = SplitPlan(p, executor, span, size, starts_at_0=not p.has_window)
-        self.merges = 1 < self.splits.count <= MERGED_SPLITS
-        self.zero_count = p.token_count * p.kv_num_heads * self.merges
+        self.runs = ceil_div(self.splits.count, MERGED_SPLITS)  # of splits that the kernel merges itself
+        self.zero_count = p.token_count * self.runs * p.kv_num_heads * (self.splits.count > 1)
         self._partials_at = aligned(4 * self.zero_count)
         self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
 
@@ -83,14 +81,14 @@ class _ByHeads:
             query_stride=query.stride,
             **shared.of(kernel.PARAMS),
             partials=partials,
-            finished=workspace if self.merges else None,
+            finished=workspace if self.zero_count else None,
             group_size=self.problem.group_size,
             head_tiles=self.problem.kv_num_heads // kernel.HEADS,
             query_is_new=query.pointer != tensors["query"].pointer,
         )
         grid = (self.works * self.splits.count, 1, 1)
         attention = Launch(self.function, grid, kernel.threads(self.spec), kernel.shared_bytes(self.spec), packed)
-        return [attention] if self.merges else [attention, *self.splits.combine(shared, partials)]
+        return [attention] if self.runs == 1 else [attention, *self.splits.combine(shared, partials, MERGED_SPLITS)]
 
 
 class _General:

@@ -76,8 +76,11 @@ class SplitPlan:
             group_size=self.problem.group_size,
         )
 
-    def combine(self, shared: Shared, partials: bytes) -> list[Launch]:
-        """The launch that merges the parts of every token that has several, if any may; the others are finished."""
+    def combine(self, shared: Shared, partials: bytes, run: int = 1) -> list[Launch]:
+        """The launch that merges the parts of every token that has several, if any may; the others are finished.
+
+        The producer has merged runs of ``run`` splits.
+        """
         if self.count == 1:
             return []
         p = self.problem
@@ -85,5 +88,6 @@ class SplitPlan:
             **shared.of(combine_splits.PARAMS),
             partials=partials,
             heads_per_cta=combine_splits.heads_per_cta(p.token_count, p.num_heads),
+            run=run,
         )
         return [combine_splits.launch(self.function, self.spec, p.token_count, p.num_heads, packed)]

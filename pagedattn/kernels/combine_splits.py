@@ -35,6 +35,7 @@ PARAMS = params(
     out=OUTPUT,
     partials=PARTIALS,
     heads_per_cta=i32,
+    run=i32,  # neighbouring splits that the producer has merged into one part
 )
 
 

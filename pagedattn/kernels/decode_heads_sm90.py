@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
@@ -45,6 +45,7 @@ class DecodeHeadsSm90Spec(Spec):
     heads: int
     copy_tokens: int
     tile_keys: int
+    unit_keys: int
     units: int
 
 
@@ -72,8 +73,8 @@ def threads(spec: DecodeHeadsSm90Spec) -> int:
 
 
 def unit_bytes(spec: DecodeHeadsSm90Spec) -> int:
-    """Rows of a tile."""
-    return spec.tile_keys * spec.heads * spec.head_size * spec.cache.bits // 8
+    """Rows of a unit of the ring."""
+    return spec.unit_keys * spec.heads * spec.head_size * spec.cache.bits // 8
 
 
 def shared_bytes(spec: DecodeHeadsSm90Spec) -> int:
@@ -97,9 +98,9 @@ def choose(io: DType, cache: DType, head_size: int, kv_num_heads: int, shared_li
     tile_keys = 256 // cache.bits
     copy_tokens = SLICE if kv_num_heads == HEADS else 1
     room = (shared_limit + RESERVED_BYTES) // CTAS - RESERVED_BYTES
-    one = DecodeHeadsSm90Spec(io, cache, head_size, HEADS, copy_tokens, tile_keys, 1)
+    one = DecodeHeadsSm90Spec(io, cache, head_size, HEADS, copy_tokens, tile_keys, max(SLICE, tile_keys // 2), 1)
     units = min(MAX_UNITS, (room - round_up(16 * MAX_UNITS, 128) - WORK_BYTES) // unit_bytes(one))
-    return DecodeHeadsSm90Spec(io, cache, head_size, HEADS, copy_tokens, tile_keys, units)
+    return replace(one, units=units)
 
 
 def why_not_problem(problem: Problem) -> str | None:
