@@ -81,7 +81,6 @@ template <DecodeHeadsSm90Spec S> struct DecodeHeads {
   static constexpr int kSteps = F::Tile::kSteps;
   static constexpr int kRowBytes = F::Tile::kRowBytes;
   static constexpr int kParts = kRowBytes / 64;  // of a row: four vectors of 16 bytes
-  static constexpr int kPartPairs = ceil_div(kParts, 2);
   static constexpr int kTokenBytes = S.heads * kRowBytes;
   static constexpr int kSliceBytes = kSlice * kTokenBytes;
   static constexpr int kUnitBytes = kUnitSlices * kSliceBytes;
@@ -482,31 +481,30 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
     for (int unit = 0; unit < D::kTileUnits; ++unit) {
       ptx::mbarrier_wait(D::s_full() + slot_of_turn(), turn >= S.units);
       const unsigned char* s_keys = D::s_unit(slot_of_turn());
-      Vector16 low[D::kUnitSlices][D::kPartPairs][2], high[D::kUnitSlices][D::kPartPairs][2];
 #pragma unroll
-      for (int slice = 0; slice < D::kUnitSlices; ++slice) {
+      for (int part = 0; part < D::kParts; part += 2) {
+        Vector16 low[D::kUnitSlices][2], high[D::kUnitSlices][2];
 #pragma unroll
-        for (int pair = 0; pair < D::kPartPairs; ++pair) {
-          const int offset = slice * D::kSliceBytes + 128 * pair;
-          D::load_keys(low[slice][pair], s_keys, key_offset, other_key_offset, offset);
-          D::load_keys(high[slice][pair], s_keys, key_offset, other_key_offset, offset + 8 * D::kTokenBytes);
+        for (int slice = 0; slice < D::kUnitSlices; ++slice) {
+          const int offset = slice * D::kSliceBytes + 64 * part;
+          D::load_keys(low[slice], s_keys, key_offset, other_key_offset, offset);
+          D::load_keys(high[slice], s_keys, key_offset, other_key_offset, offset + 8 * D::kTokenBytes);
         }
-      }
-      release();
+        if (part + 2 >= D::kParts) release();
 #pragma unroll
-      for (int slice = 0; slice < D::kUnitSlices; ++slice) {
+        for (int slice = 0; slice < D::kUnitSlices; ++slice) {
 #pragma unroll
-        for (int group = 0; group < F::Tile::kGroups; ++group) {
-          const Vector16& low_vector = low[slice][group / 4][group % 4 / 2];
-          const Vector16& high_vector = high[slice][group / 4][group % 4 / 2];
-          const int word = group % 2 * 2;
-          const uint32_t r[4] = {low_vector.word[word], high_vector.word[word], low_vector.word[word + 1], high_vector.word[word + 1]};
-          uint32_t a[F::kSteps][4];
-          F::keys(a, r);
+          for (int i = 0; i < 4 && 2 * part + i < F::Tile::kGroups; ++i) {
+            const int word = i % 2 * 2;
+            const Vector16 &first = low[slice][i / 2], &second = high[slice][i / 2];
+            const uint32_t r[4] = {first.word[word], second.word[word], first.word[word + 1], second.word[word + 1]};
+            uint32_t a[F::kSteps][4];
+            F::keys(a, r);
 #pragma unroll
-          for (int j = 0; j < F::kSteps; ++j) {
-            const uint2 b = query[group * F::kSteps + j];
-            ptx::mma_m16n8k16<typename D::Math>(scores[unit * D::kUnitSlices + slice], a[j], b.x, b.y);
+            for (int j = 0; j < F::kSteps; ++j) {
+              const uint2 b = query[(2 * part + i) * F::kSteps + j];
+              ptx::mma_m16n8k16<typename D::Math>(scores[unit * D::kUnitSlices + slice], a[j], b.x, b.y);
+            }
           }
         }
       }
