@@ -74,6 +74,7 @@ template <DecodeHeadsSm90Spec S> struct DecodeHeads {
   static_assert(kLoadRegisters * kWarpgroup + kComputeRegisters * S.heads * kWarpSize <= ptx::start_registers(kCtas * kThreads) * kThreads,
                 "more would wait forever");
   static constexpr int kWorkBytes = 256;
+  static_assert(sizeof(Work) + 4 * S.units <= kWorkBytes, "what the loop knows of its units is there then");
   static constexpr int kSlice = 16;
   static constexpr int kSlices = S.tile_keys / kSlice;
   static constexpr int kUnitSlices = S.unit_keys / kSlice;
@@ -97,6 +98,8 @@ template <DecodeHeadsSm90Spec S> struct DecodeHeads {
   static __device__ __forceinline__ Work* s_work() {
     return reinterpret_cast<Work*>(shared_memory<unsigned char>() + round_up(16 * S.units, 128));
   }
+  // Which slices of each unit lie in mapped blocks, bit by bit, where what has found the work was.
+  static __device__ __forceinline__ uint32_t* s_mapped() { return reinterpret_cast<uint32_t*>(s_work() + 1); }
   // Key of a score in its slice: element i of four.
   static __device__ __forceinline__ int key(int i) { return threadIdx.x % kWarpSize / 4 + 8 * (i / 2); }
   // Query row of acc and of scores in this lane, `element` 0 or 1.
@@ -183,14 +186,6 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void load_tiles(cons
     return is_below(key, range.end) ? block_of_position(p.blocks, own.sequence.index, key) : kUnmapped;
   };
   int next = look_up(0);
-  const int lane = threadIdx.x % kWarpSize;
-  if (next != kUnmapped && lane / D::kSlices < ceil_div(S.units, 2 * D::kTileUnits)) {  // what fills the ring first is on its way to L2
-    const int offset = offset_in_block(p.blocks, key_of_lane(0));
-    for (int token = 0; token < D::kSlice; token += S.copy_tokens) {
-      ptx::bulk_prefetch(keys.row(next, offset + token), S.copy_tokens * D::kTokenBytes);
-      ptx::bulk_prefetch(values.row(next, offset + token), S.copy_tokens * D::kTokenBytes);
-    }
-  }
   ptx::wait_for_previous_kernel();  // which writes the cache
   int slot = 0;
   uint32_t parity = 1;  // of the phase before the first one: units are free
@@ -213,7 +208,10 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void load_tiles(cons
       const int first_lane = tile % kBatch * D::kSlices + unit % D::kTileUnits * D::kUnitSlices;
       const uint32_t own_mapped = mapped >> first_lane & D::kAllUnitSlices;
       ptx::mbarrier_wait(D::s_empty() + slot, parity);
-      if (ptx::elect()) ptx::mbarrier_arrive_expect(D::s_full() + slot, __popc(own_mapped) * D::kSliceBytes);
+      if (ptx::elect()) {
+        D::s_mapped()[slot] = own_mapped;
+        ptx::mbarrier_arrive_expect(D::s_full() + slot, __popc(own_mapped) * D::kSliceBytes);
+      }
       __syncwarp();
 #pragma unroll
       for (int slice = 0; slice < D::kUnitSlices; ++slice) {
@@ -425,16 +423,6 @@ __device__ __forceinline__ void store_row(const float (&acc)[DecodeHeads<S>::kSt
   }
 }
 
-// Which slices of a tile are loaded, bit by bit. All lanes of a warp call it together.
-template <DecodeHeadsSm90Spec S>
-__device__ __forceinline__ uint32_t loaded_slices(const DecodeHeadsSm90Params& p, const Work& own, const KeyRange& range, int tile_key) {
-  using D = DecodeHeads<S>;
-  const int slice = threadIdx.x % D::kSlices;
-  const int key = tile_key + D::kSlice * slice;
-  const bool loaded = is_below(key, range.end) && block_of_position(p.blocks, own.sequence.index, key) != kUnmapped;
-  return __ballot_sync(kFullWarp, loaded) & D::kAllSlices;
-}
-
 // A warp that computes: its kv head over the tiles of a split. What is only needed at the edges is read from shared memory there: the
 // loop's registers are few.
 template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const DecodeHeadsSm90Params& p, const Work& own, int first_head) {
@@ -442,18 +430,6 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
   using F = typename D::F;
   const int lane = threadIdx.x % kWarpSize;
   const int kv_head = first_head + static_cast<int>(threadIdx.x) / kWarpSize;
-  bool complete = true;  // all blocks of the split are mapped
-  int tiles;
-  {
-    const KeyRange range = own.keys(p.partials);
-    const int first = range.begin / D::kSlice * D::kSlice;
-    tiles = tiles_of<S>(range);
-#pragma unroll 4
-    for (int key = first + D::kSlice * lane; is_below(key, range.end); key += D::kSlice * kWarpSize) {
-      complete = block_of_position(p.blocks, own.sequence.index, key) != kUnmapped && complete;
-    }
-    complete = __all_sync(kFullWarp, complete);
-  }
   uint2 query[D::kSteps];
   float factor[2];
   if (p.query_is_new) ptx::wait_for_previous_kernel();  // which rewrites it
@@ -462,7 +438,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
 
   const int key_offset = ptx::opaque(D::key_offset());
   const int value_offset = ptx::opaque(D::value_offset());
-  int flags = lane % 4 + (complete ? 4 : 0) + 8;  // which lane of four; whether all blocks are mapped; whether this is the first tile
+  int flags = lane % 4 + 4;  // which lane of four; whether this is the first tile
   float acc[D::kSteps][4] = {};
   SoftmaxState state[2];
   int turn = 0;  // slot, or after an odd number of rounds slot + S.units
@@ -473,14 +449,16 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
   };
 
 #pragma unroll 1
-  for (; tiles > 0; --tiles) {
+  for (int tiles = tiles_of<S>(own.keys(p.partials)); tiles > 0; --tiles) {
     flags = ptx::opaque(flags);
+    uint32_t loaded = 0;  // slices of the tile
     float scores[D::kSlices][4] = {};
     const int other_key_offset = ptx::opaque(key_offset) ^ 64;
 #pragma unroll
     for (int unit = 0; unit < D::kTileUnits; ++unit) {
       ptx::mbarrier_wait(D::s_full() + slot_of_turn(), turn >= S.units);
       const unsigned char* s_keys = D::s_unit(slot_of_turn());
+      loaded |= D::s_mapped()[slot_of_turn()] << (unit * D::kUnitSlices);
 #pragma unroll
       for (int part = 0; part < D::kParts; part += 2) {
         Vector16 low[D::kUnitSlices][2], high[D::kUnitSlices][2];
@@ -517,12 +495,11 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
         scores[slice][i] *= F::kCodes ? factor[i % 2] : p.rules.scale * kLog2E;
       }
     }
-    const bool masked = (flags & 12) != 4 || tiles == 1;
-    flags &= 7;
+    const bool masked = flags >= 4 || tiles == 1 || loaded != D::kAllSlices;
+    flags &= 3;
     if (masked) {
       const KeyRange range = own.keys(p.partials);
       const int key = tile_key<S>(range, tiles);
-      const uint32_t loaded = loaded_slices<S>(p, own, range, key);
 #pragma unroll
       for (int slice = 0; slice < D::kSlices; ++slice) {
 #pragma unroll
@@ -574,13 +551,11 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
     for (int unit = 0; unit < D::kTileUnits; ++unit) {
       ptx::mbarrier_wait(D::s_full() + slot_of_turn(), turn >= S.units);
       unsigned char* s_values = D::s_unit(slot_of_turn());
-      uint32_t loaded = D::kAllUnitSlices;
       if (masked) {
         const KeyRange range = own.keys(p.partials);
         const int key = tile_key<S>(range, tiles) + unit * S.unit_keys;
-        loaded = loaded_slices<S>(p, own, range, key);
         for (int slice = 0; slice < D::kUnitSlices; ++slice) {
-          if (loaded >> slice & 1u) {
+          if (loaded >> (unit * D::kUnitSlices + slice) & 1u) {
             clear_values<S>(s_values + slice * D::kSliceBytes + (kv_head - first_head) * D::kRowBytes, key + D::kSlice * slice, range);
           }
         }
@@ -596,8 +571,9 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
       release();
 #pragma unroll
       for (int slice = 0; slice < D::kUnitSlices; ++slice) {
-        if (!(loaded >> slice & 1u)) continue;  // whatever lay there
-        const auto& own_weights = weights[unit * D::kUnitSlices + slice];
+        const int slice_of_tile = unit * D::kUnitSlices + slice;
+        if (!(loaded >> slice_of_tile & 1u)) continue;  // whatever lay there
+        const auto& own_weights = weights[slice_of_tile];
 #pragma unroll
         for (int group = 0; group < F::Tile::kGroups; ++group) {
           uint32_t a[F::kSteps][4];

@@ -474,6 +474,12 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) decode_split_kv(c
                tile.sequence.index, tiles > warp ? ceil_div(tiles - warp, S.warps) : 0};
   ring.begin();
   ptx::wait_for_previous_kernel();  // which writes the cache, and maybe the query
+  QueryRows<typename D::F, D::kRows, S.head_size, D::kThreads> query;
+  query.load([&](int row) -> const Io* {
+    if (row >= tile.rows) return nullptr;
+    return static_cast<const Io*>(p.query) + tile.token(row) * p.query_stride +
+           static_cast<int64_t>(kv_head * p.group_size + tile.head_in_group(row)) * S.head_size;
+  });
 #pragma unroll 1
   for (int u = 0; u < S.units; u += 2) {
     ring.issue_keys();
@@ -484,12 +490,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) decode_split_kv(c
     }
   }
 
-  load_query_fragments<typename D::F, D::kRows, S.head_size, D::kThreads>(
-      D::s_work(), D::s_factor(), p.key_cache, kv_head, [&](int row) -> const Io* {
-        if (row >= tile.rows) return nullptr;
-        return static_cast<const Io*>(p.query) + tile.token(row) * p.query_stride +
-               static_cast<int64_t>(kv_head * p.group_size + tile.head_in_group(row)) * S.head_size;
-      });
+  query.store(D::s_work(), D::s_factor(), p.key_cache, kv_head);
   static_assert(sizeof(KeptTile) <= 64, "its room in shared memory");
   if (threadIdx.x == 0) *D::s_kept() = {tile, plan.count, 0};
   if constexpr (D::F::kCodes) {

@@ -135,30 +135,39 @@ template <DType IoType, DType Cache, int kHeadSize> struct KeyFragments {
   }
 };
 
-// Writes the query rows to `s_query` (KeyFragments::store_query). `row_of(r)` is the address of row r, or null for zeros.
-//
-// For a quantized cache (widen.cuh) `s_factor` gets the powers of two and, kRows further on, the scale that is left to multiply by.
-// All threads call it; everything is there after a barrier. A CTA waits for these loads, so all of them are in flight at once.
-template <class F, int kRows, int kHeadSize, int kThreads, class RowOf>
-__device__ __forceinline__ void load_query_fragments(unsigned char* s_query, float* s_factor, const KvCache& keys, int kv_head,
-                                                     const RowOf& row_of) {
+// Query rows on their way from memory to `s_query` (KeyFragments::store_query). A CTA waits for these loads, so all of them are in flight
+// at once, and ahead of those of the first keys.
+template <class F, int kRows, int kHeadSize, int kThreads> struct QueryRows {
   using Io = typename F::Io;
-  constexpr int kVectors = F::Tile::kPadded / 8;
-  constexpr int kLanes = kVectors > 16 ? 32 : kVectors > 8 ? 16 : kVectors > 4 ? 8 : kVectors > 2 ? 4 : 2;  // side by side on a row
-  constexpr int kRowsAtOnce = kThreads / kLanes;
-  constexpr int kRounds = ceil_div(kRows, kRowsAtOnce);
+  static constexpr int kVectors = F::Tile::kPadded / 8;
+  static constexpr int kLanes = kVectors > 16 ? 32 : kVectors > 8 ? 16 : kVectors > 4 ? 8 : kVectors > 2 ? 4 : 2;  // side by side on a row
+  static constexpr int kRowsAtOnce = kThreads / kLanes;
+  static constexpr int kRounds = ceil_div(kRows, kRowsAtOnce);
   static_assert(kVectors <= 32, "a lane holds one vector of a row");
-  const int vector = threadIdx.x % kLanes;
-  const int channel = 8 * vector;
-  const bool exists = channel < kHeadSize;
-
   Vector16 words[kRounds] = {};
+
+  static __device__ __forceinline__ int channel() { return 8 * (threadIdx.x % kLanes); }
+  static __device__ __forceinline__ int row(int round) { return round * kRowsAtOnce + static_cast<int>(threadIdx.x) / kLanes; }
+
+  // Starts the loads. `row_of(r)` is the address of row r, or null for zeros.
+  template <class RowOf> __device__ __forceinline__ void load(const RowOf& row_of) {
 #pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    const int row = r * kRowsAtOnce + static_cast<int>(threadIdx.x) / kLanes;
-    const Io* g_row = row < kRows ? static_cast<const Io*>(row_of(row)) : nullptr;
-    if (g_row != nullptr && exists) words[r] = load_8(g_row + channel);
+    for (int r = 0; r < kRounds; ++r) {
+      const Io* g_row = row(r) < kRows ? static_cast<const Io*>(row_of(row(r))) : nullptr;
+      if (g_row != nullptr && channel() < kHeadSize) words[r] = load_8(g_row + channel());
+    }
   }
+  __device__ __forceinline__ void store(unsigned char* s_query, float* s_factor, const KvCache& keys, int kv_head) const;
+};
+
+// Writes the rows. For a quantized cache (widen.cuh) `s_factor` gets the powers of two and, kRows further on, the scale that is left to
+// multiply by. All threads call it; everything is there after a barrier.
+template <class F, int kRows, int kHeadSize, int kThreads>
+__device__ __forceinline__ void QueryRows<F, kRows, kHeadSize, kThreads>::store(unsigned char* s_query, float* s_factor,
+                                                                              const KvCache& keys, int kv_head) const {
+  const int vector = threadIdx.x % kLanes;
+  const int channel = QueryRows::channel();
+  const bool exists = channel < kHeadSize;
   float scale[8] = {};  // of the channels, relative to the largest of all
   float top_scale = 1.0f;
   const bool per_channel = F::kCodes && keys.scale_channel_stride != 0;
@@ -180,7 +189,7 @@ __device__ __forceinline__ void load_query_fragments(unsigned char* s_query, flo
 
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
-    const int row = r * kRowsAtOnce + static_cast<int>(threadIdx.x) / kLanes;
+    const int row = QueryRows::row(r);
     float x[8];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
