@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
   using Io = element_t<S.io>;
   constexpr int kWidth = partial_width(S.v_head_size);
   constexpr int kPairs = ceil_div(kWidth / 2, kWarpSize);  // of channels in a lane
+  constexpr int kAtOnce = kPairs > 4 ? 4 : 8;                // splits whose parts are loaded together: they are what this kernel waits for
   float2* s_acc = shared_memory<float2>();  // [kWarps, kWidth / 2]
   float* s_row_sum = reinterpret_cast<float*>(s_acc + kWarps * kWidth / 2);
   const int warp = threadIdx.x / kWarpSize;
@@ -75,31 +76,43 @@ __global__ void __launch_bounds__(kWarps * kWarpSize) combine_splits(const __gri
   const auto lse_of_split = [&](int split, int end) {
     return split < end ? p.partials.lse[first_row + split * stride] : negative_infinity();
   };
+  // Runs are summed up by themselves, then added up: whoever does it, the bits are the same.
+  const int run = splits <= kMergedSplits ? splits : ceil_div(splits, kWarps);
+  const int own_begin = alone ? 0 : warp * run;
+  float2 parts[kAtOnce][kPairs];
+  const auto load_parts = [&](int first, int end) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float2* g_acc = reinterpret_cast<const float2*>(p.partials.acc + (first_row + (first + i) * stride) * kWidth);
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        const int pair = lane + j * kWarpSize;
+        parts[i][j] = first + i < end && 2 * pair < kWidth ? g_acc[pair] : float2{};
+      }
+    }
+  };
+  load_parts(own_begin, min_of(splits, own_begin + run));  // on their way while the weights are found
+
   SoftmaxState merged;
   for (int first = 0; first < splits; first += kWarpSize) merged.row_max = fmaxf(merged.row_max, lse_of_split(first + lane, splits));
   merged.row_max = group_max<kWarpSize>(merged.row_max);
 
-  // Runs are summed up by themselves, then added up: whoever does it, the bits are the same.
-  const int run = splits <= kMergedSplits ? splits : ceil_div(splits, kWarps);
   const auto add_run = [&](int begin, float2 (&acc)[kPairs]) {
     float row_sum = 0.0f;
+    float own_weight = 0.0f;
     const int end = min_of(splits, begin + run);
-    for (int first = begin; first < end; first += kWarpSize) {
-      const float own_weight = merged.weight(lse_of_split(first + lane, end));
-      const int count = min_of(kWarpSize, end - first);
-#pragma unroll 8  // loads of several splits at a time: they are what this kernel waits for
-      for (int i = 0; i < count; ++i) {
-        const float weight = __shfl_sync(kFullWarp, own_weight, i);
+    for (int first = begin; first < end; first += kAtOnce) {
+      const int first_lane = (first - begin) % kWarpSize;
+      if (first != own_begin) load_parts(first, end);
+      if (first_lane == 0) own_weight = merged.weight(lse_of_split(first + lane, end));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {  // those beyond the end weigh nothing
+        const float weight = __shfl_sync(kFullWarp, own_weight, first_lane + i);
         row_sum += weight;
-        const int64_t row = first_row + (first + i) * stride;
-        const float2* g_acc = reinterpret_cast<const float2*>(p.partials.acc + row * kWidth);
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) {
-          const int pair = lane + j * kWarpSize;
-          if (2 * pair >= kWidth) continue;
-          const float2 part = g_acc[pair];
-          acc[j].x += weight * part.x;
-          acc[j].y += weight * part.y;
+          acc[j].x += weight * parts[i][j].x;
+          acc[j].y += weight * parts[i][j].y;
         }
       }
     }

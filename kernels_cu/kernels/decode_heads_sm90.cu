@@ -6,9 +6,10 @@
 //   reads   query once; key and value rows that the token admits once
 //   writes  output and lse where there is one split or none; else acc and lse of this split, which the last warp of a token's
 //           kv head to finish merges (when there are counters), or combine_splits.cu
-//   smem    | barriers | what finds the work | S.units x tile_keys rows of all heads |
+//   smem    | barriers | what finds the work, then which slices are there | S.units x unit_keys rows of all heads |
 // Invariants
-//   Units of the ring hold keys and values in turn: K0 V0 K1 V1 .. A warp reads its own head's part of each.
+//   Units of the ring hold the keys of a tile, then its values: K0 K0 V0 V0 K1 .. A warp reads its own head's part of each, into
+//   registers, and gives the unit back before it computes.
 //   Rows lie as in the cache, so all rows of a head start in the same banks; copies to places that are not multiples of 128
 //   bytes are slower than memory. A warp therefore reads different parts of neighbouring rows at a time, and sorts registers.
 //   Tiles start on multiples of 16; 16 keys, a slice, lie in one block. An unmapped block is neither read nor attended.
@@ -16,6 +17,7 @@
 //   Lengths that enter the mask are read here; host bounds only size the grid. Empty splits leave at once.
 //   A row's result does not depend on which split finished last.
 #include <pagedattn/key_fragments.cuh>
+#include <pagedattn/ptx/discard.cuh>
 #include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/ptx/opaque.cuh>
 #include <pagedattn/ptx/setmaxnreg.cuh>
@@ -45,7 +47,7 @@ struct DecodeHeadsSm90Params {
   ScoreRules rules;
   Output out;
   Partials partials;
-  int* finished;         // [token_count, runs of kMergedSplits splits, kv heads], zeros: splits that are done; null where no token has two
+  int* finished;         // [token_count, runs of kMergedSplits splits, kv heads], zeros: splits that are done; null: no token has two
   int group_size;        // query heads of a kv head, 8 at most
   int head_tiles;        // kv heads / S.heads
   int query_is_new;      // the kernel ahead writes it
@@ -317,14 +319,14 @@ __device__ __forceinline__ void clear_values(unsigned char* s_head, int key, con
   __syncwarp();              // the cleared rows are visible to all lanes
 }
 
-// Counts this split of a token's kv head as done among its neighbours, kMergedSplits of them; the warp that finds all others done merges
-// them in order, to the result if they are all splits of the token, else to one part, in place of the first one. Four lanes have a row. It is
+// Counts this split of a token's kv head as done in its run of kMergedSplits neighbours. The warp that finds all others done merges them in
+// order: to the result if the token has no more, else to one part, where the first one was, for combine_splits. Four lanes have a row. It is
 // on its own then, and each round trip to memory shows: one brings every lse, and acc of four splits, kAtOnce vectors a lane; a few more the rest.
 template <DecodeHeadsSm90Spec S>
 __device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, const Work& own, int kv_head) {
   using D = DecodeHeads<S>;
   constexpr int kVectors = S.head_size / 16;  // of four channels, in a lane
-  constexpr int kAtOnce = 4;
+  constexpr int kAtOnce = 2;
   static_assert(kVectors % kAtOnce == 0, "whole batches");
   const int lane = threadIdx.x % kWarpSize;
   const int run = own.split / kMergedSplits;
@@ -404,6 +406,14 @@ __device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, con
         *reinterpret_cast<float4*>(g_first + 16 * (first + j)) = sum;
       }
     }
+  }
+  // Nobody reads the parts again: they need not be written to memory while the next kernel reads.
+  constexpr int kLineFloats = ptx::kDiscardBytes / 4;
+  static_assert(S.head_size % kLineFloats == 0 && S.head_size / kLineFloats <= 4, "a lane has a line of a row or none");
+  __syncwarp();  // all lanes have read the parts
+  if (row >= p.group_size || lane % 4 >= S.head_size / kLineFloats) return;
+  for (int split = is_final ? 0 : 1; split < splits; ++split) {
+    ptx::discard(p.partials.acc + first_part * S.head_size + split * step + lane % 4 * kLineFloats);
   }
 }
 

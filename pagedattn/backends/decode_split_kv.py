@@ -45,7 +45,8 @@ def _pays_by_heads(problem: Problem, executor: Executor[Function]) -> bool:
         return FORCE_HEADS
     works = max(1, problem.token_count * problem.kv_num_heads // kernel.HEADS)
     size = kernel.split_size(key_span(problem, 1), works, executor.multiprocessors)
-    return not problem.split_keys and (works >= executor.multiprocessors or size >= kernel.GOOD_SPLIT_KEYS)
+    few_and_long = works >= kernel.GOOD_WORKS and size >= kernel.GOOD_SPLIT_KEYS
+    return not problem.split_keys and (works >= executor.multiprocessors or few_and_long)
 
 
 class _ByHeads:

@@ -29,9 +29,13 @@ GROUP_SIZE = 8  # query heads of a kv head: the N side of the tensor core
 SLICE = 16  # keys that lie in one block
 MAX_UNITS = 16
 WORK_BYTES = 256  # what finds the work
+# Of a CTA. With more in flight, multiprocessors get less equal shares, and what a CTA reads first arrives later.
+RING_BYTES = 48 << 10
 MAX_HEAD_SIZE = 128  # more would not leave a thread the registers it needs
 MIN_SPLIT_KEYS = 256
-GOOD_SPLIT_KEYS = 512  # where tokens are fewer than multiprocessors, shorter splits are better off with a CTA a head
+# Where CTAs of one split of each token are fewer than multiprocessors, a CTA a head is better off with shorter splits, or less of them.
+GOOD_SPLIT_KEYS = 512
+GOOD_WORKS = 4
 MAX_SPLIT_KEYS = 2048  # lengths differ: one CTA shall not have much more to do than others
 
 
@@ -60,7 +64,7 @@ PARAMS = params(
     rules=SCORE_RULES,
     out=OUTPUT,
     partials=PARTIALS,
-    finished=ptr,  # int32 [token_count, kv_num_heads], zeros; None: combine_splits follows
+    finished=ptr,  # int32 [token_count, runs of MERGED_SPLITS splits, kv_num_heads], zeros; None: no token has two
     group_size=i32,
     head_tiles=i32,
     query_is_new=i32,  # the kernel ahead writes it
@@ -94,13 +98,14 @@ KERNEL = Kernel(
 
 
 def choose(io: DType, cache: DType, head_size: int, kv_num_heads: int, shared_limit: int) -> DecodeHeadsSm90Spec:
-    """Spec with as many units as fit ``shared_limit`` bytes a CTA, were it alone on its multiprocessor."""
+    """Spec whose ring has RING_BYTES, where ``shared_limit`` bytes for a CTA that is alone on its multiprocessor allow it."""
     tile_keys = 256 // cache.bits
     copy_tokens = SLICE if kv_num_heads == HEADS else 1
-    room = (shared_limit + RESERVED_BYTES) // CTAS - RESERVED_BYTES
-    one = DecodeHeadsSm90Spec(io, cache, head_size, HEADS, copy_tokens, tile_keys, max(SLICE, tile_keys // 2), 1)
-    units = min(MAX_UNITS, (room - round_up(16 * MAX_UNITS, 128) - WORK_BYTES) // unit_bytes(one))
-    return replace(one, units=units)
+    room = (shared_limit + RESERVED_BYTES) // CTAS - RESERVED_BYTES - round_up(16 * MAX_UNITS, 128) - WORK_BYTES
+    unit_keys = max(SLICE, tile_keys // 2)
+    one = DecodeHeadsSm90Spec(io, cache, head_size, HEADS, copy_tokens, tile_keys, unit_keys, 1)
+    wanted = max(2, RING_BYTES // unit_bytes(one))
+    return replace(one, units=min(MAX_UNITS, wanted, room // unit_bytes(one)))
 
 
 def why_not_problem(problem: Problem) -> str | None:

@@ -54,11 +54,6 @@ __device__ __forceinline__ void bulk_load(void* s_target, const void* g_source, 
       : "memory");
 }
 
-// Starts to bring `bytes` into L2; address and count are multiples of 16.
-__device__ __forceinline__ void bulk_prefetch(const void* g_source, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(g_source), "r"(bytes) : "memory");
-}
-
 // How long L2 keeps what a copy reads: gone first, or as long as anything.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
@@ -90,7 +85,6 @@ __device__ __forceinline__ bool elect() { return threadIdx.x % kWarpSize == 13; 
 __device__ __forceinline__ void bulk_load(void* s_target, const void* g_source, int bytes, uint64_t* s_barrier) {
   emulator::bulk_load(s_target, g_source, bytes, s_barrier);
 }
-__device__ __forceinline__ void bulk_prefetch(const void*, int) {}
 __device__ __forceinline__ void fence_async_proxy() {}
 
 #endif
