@@ -33,7 +33,8 @@ WORK_BYTES = 256  # what finds the work
 RING_BYTES = 48 << 10
 MAX_HEAD_SIZE = 128  # more would not leave a thread the registers it needs
 MIN_SPLIT_KEYS = 256
-# Where CTAs of one split of each token are fewer than multiprocessors, a CTA a head is better off with shorter splits, or less of them.
+# Where one split of every token makes fewer CTAs than there are multiprocessors, shorter splits are better off with a CTA
+# a head, and so is less work.
 GOOD_SPLIT_KEYS = 512
 GOOD_WORKS = 4
 MAX_SPLIT_KEYS = 2048  # lengths differ: one CTA shall not have much more to do than others
@@ -98,7 +99,7 @@ KERNEL = Kernel(
 
 
 def choose(io: DType, cache: DType, head_size: int, kv_num_heads: int, shared_limit: int) -> DecodeHeadsSm90Spec:
-    """Spec whose ring has RING_BYTES, where ``shared_limit`` bytes for a CTA that is alone on its multiprocessor allow it."""
+    """Spec for a device that lets a CTA have ``shared_limit`` bytes: a ring of RING_BYTES, or of what fits."""
     tile_keys = 256 // cache.bits
     copy_tokens = SLICE if kv_num_heads == HEADS else 1
     room = (shared_limit + RESERVED_BYTES) // CTAS - RESERVED_BYTES - round_up(16 * MAX_UNITS, 128) - WORK_BYTES
