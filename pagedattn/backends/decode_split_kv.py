@@ -68,7 +68,7 @@ class _ByHeads:
 
     def load(self) -> None:
         self.function = self.executor.load(decode_heads_sm90.KERNEL, self.spec)
-        if not self.merges:
+        if self.runs > 1:
             self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
