@@ -24,7 +24,7 @@ struct DenseSpec {
   DType qk;  // type of output_qk
 
   __host__ __device__ constexpr WideShape wide() const {
-    return {io, cache, head_size, v_head_size, latent, row_tiles, 1, column_warps, tile_keys, stages};
+    return {io, cache, head_size, v_head_size, latent, row_tiles, 1, column_warps, tile_keys, stages, 1};
   }
 };
 
@@ -111,14 +111,17 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) dense_attention(c
       });
   const float factor = p.rules.scale * key_scale;
   WideRows<W> rows;
+  WideSums<W> sums;
   begin_rows(rows, tile, p.sequences, p.rules, keys.some);
 
   for (int i = 0; i < tiles.count; ++i) {
     tiles.advance(i);
     WideScores<W> scores;
     if (D::has_scores()) wide_scores(scores, rows, tiles, i, p.rules, factor, keys.every, tile, first_head);
-    wide_softmax(scores, rows, tiles, i);
-    wide_values(rows, tiles, i, keys.differ() && !tiles.is_open(i, keys.every));
+    unsigned char* s_probabilities = D::s_probabilities(i % W.stages);
+    wide_softmax(scores, rows, sums, s_probabilities);
+    wide_values<WholeCta>(sums, tiles, i, s_probabilities, keys.differ() && !tiles.is_open(i, keys.every),
+                          [&](int own) { return rows.keys[own]; });
   }
   sum_rows(rows);
 
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) dense_attention(c
     const int head = first_head + tile.head_in_group(row);
     results[half] = finalize(rows.state[half], sink_of<Io>(p.out.head_sink, head));
     Io* g_row = output_row<Io>(p.out, token, head, W.v_head_size);
-    for_values_of_row(rows, half, results[half].factor, value_cache, kv_head,
+    for_values_of_row(sums, half, results[half].factor, value_cache, kv_head,
                       [&](int channel, float first, float second) { store_2(g_row, channel, W.v_head_size, first, second); });
     if (D::column() == 0 && threadIdx.x % 4 == 0) store_lse(p.out, token, head, results[half].lse);
   }

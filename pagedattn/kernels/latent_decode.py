@@ -19,7 +19,7 @@ from pagedattn.kernels.row_tiles import row_tile_count
 
 @dataclass(frozen=True)
 class LatentSpec(Spec):
-    """What `latent_decode` is compiled for; `choose` fills the last five."""
+    """What `latent_decode` is compiled for; `choose` fills the last six."""
 
     io: DType
     cache: DType
@@ -28,6 +28,7 @@ class LatentSpec(Spec):
     row_tiles: int
     warp_tiles: int
     column_warps: int
+    score_warps: int
     tile_keys: int
     stages: int
 
@@ -49,24 +50,26 @@ PARAMS = params(
     partials=PARTIALS,
 )
 
-# (row_tiles, warp_tiles, column_warps, tile_keys, stages): by rows of a CTA, best first; see `choose`.
+# (row_tiles, warp_tiles, column_warps, score_warps, tile_keys, stages): by rows of a CTA, best first; see `choose`.
 SHAPES = {
-    4: ((4, 2, 4, 64, 2), (4, 2, 4, 64, 1)),
-    2: ((2, 1, 4, 64, 2), (2, 1, 4, 32, 2)),
-    1: ((1, 1, 4, 64, 2), (1, 1, 4, 32, 3), (1, 1, 4, 32, 2), (1, 1, 4, 16, 2)),
+    4: ((4, 2, 4, 4, 64, 2), (4, 2, 4, 0, 64, 2), (4, 2, 4, 0, 64, 1)),
+    2: ((2, 1, 4, 0, 64, 2), (2, 1, 4, 0, 32, 2)),
+    1: ((1, 1, 4, 0, 64, 2), (1, 1, 4, 0, 32, 3), (1, 1, 4, 0, 32, 2), (1, 1, 4, 0, 16, 2)),
 }
+FACTS_BYTES = 64  # of a CTA's work, in shared memory for its teams
 # What a split costs beyond its keys, in keys: its start, and its part in memory and back.
 SPLIT_KEYS = 256
 
 
 def threads(spec: LatentSpec) -> int:
     """Threads of a CTA."""
-    return 32 * spec.row_tiles // spec.warp_tiles * spec.column_warps
+    return 32 * (spec.row_tiles // spec.warp_tiles * spec.column_warps + spec.score_warps)
 
 
 def shared_bytes(spec: LatentSpec) -> int:
-    """See `wide_attention.shared_bytes`."""
-    return wide_attention.shared_bytes(
+    """See `wide_attention.shared_bytes`; and, for teams, what they tell each other."""
+    news = spec.stages * (16 + 8 * spec.tile_rows) + FACTS_BYTES if spec.score_warps else 0
+    return news + wide_attention.shared_bytes(
         spec.io,
         spec.cache,
         spec.head_size,
@@ -76,6 +79,7 @@ def shared_bytes(spec: LatentSpec) -> int:
         spec.column_warps,
         spec.tile_keys,
         spec.stages,
+        spec.stages if spec.score_warps else 1,
     )
 
 
@@ -84,6 +88,11 @@ def resident(spec: LatentSpec, shared_limit: int) -> int:
     reserved = 1024  # by the driver, for each CTA
     pairs = threads(spec) <= 128 and 2 * (shared_bytes(spec) + reserved) <= shared_limit + reserved
     return 2 if pairs else 1
+
+
+def _fits(spec: LatentSpec, shared_limit: int) -> bool:
+    """Whether there is room in shared memory; and, in the registers of teams, for the values (codes take more)."""
+    return shared_bytes(spec) <= shared_limit and not (spec.score_warps and spec.cache.is_quantized)
 
 
 def choose(io: DType, cache: DType, head_size: int, v_head_size: int, rows: int, shared_limit: int) -> LatentSpec:
@@ -96,7 +105,7 @@ def choose(io: DType, cache: DType, head_size: int, v_head_size: int, rows: int,
         if row_tiles > wanted:
             continue
         shapes = [LatentSpec(io, cache, head_size, v_head_size, *shape) for shape in SHAPES[row_tiles]]
-        fitting = [spec for spec in shapes if shared_bytes(spec) <= shared_limit]
+        fitting = [spec for spec in shapes if _fits(spec, shared_limit)]
         paired = [spec for spec in fitting if spec.tile_keys >= 32 and resident(spec, shared_limit) == 2]
         for spec in (*paired, *fitting):
             return spec

@@ -16,15 +16,17 @@ def shared_bytes(
     column_warps: int,
     tile_keys: int,
     stages: int,
+    weighed: int = 1,
 ) -> int:
     """Queries, probabilities, row statistics, and the stages of keys and, unless LATENT, values.
 
-    LATENT keys whose last channels are no values have room for the probabilities there.
+    LATENT keys whose last channels are no values have room for the probabilities there. ``weighed`` tiles have
+    probabilities at a time.
     """
     rows = 16 * row_tiles
     queries = rows * tile_row_stride(io, round_up(head_size, channel_step(cache)))
     in_keys = latent and not cache.is_quantized and rows <= tile_keys <= head_size - round_up(v_head_size, 16)
-    probabilities = 0 if in_keys else rows * 16 * (tile_keys // 8 | 1)
+    probabilities = 0 if in_keys else weighed * rows * 16 * (tile_keys // 8 | 1)
     statistics = 4 * rows * min(column_warps, tile_keys // 16)
     stage = tile_keys * (tile_row_stride(cache, head_size) + (0 if latent else tile_row_stride(cache, v_head_size)))
     return queries + probabilities + statistics + stages * stage

@@ -240,7 +240,7 @@ struct Worker {
   unsigned idle_yields = 0;  // since something last happened
   bool aborted = false;
   Races races;
-  std::map<void*, Races::Knowledge> atomics;  // what the users of an atomic variable know
+  std::map<const void*, Races::Knowledge> atomics;  // what the users of an atomic variable know
   uint64_t random = 0;
   enum class Order { kFirst, kLast, kRandom } order = Order::kFirst;
   std::unique_ptr<char[]> signal_stack;
@@ -561,10 +561,7 @@ inline void note_access(const void* address, size_t bytes, Access access, void* 
 
 void note_atomic(void* address, size_t bytes, void* pc) {
   note_access(address, bytes, Access::kAtomic, pc);
-  if (!current || !worker->races.on) return;
-  Races::Knowledge& gathered = worker->atomics[address];
-  worker->races.release(self().warp, gathered);
-  worker->races.acquire(self().warp, gathered);
+  if (current) passes_on(address);
 }
 
 }  // namespace
@@ -578,8 +575,20 @@ void named_barrier_sync(int id, int count, const Place& place) {
   barrier_arrive(id, static_cast<unsigned>(count), false, true, "bar.sync", place);
 }
 
+bool named_barrier_any(int id, int count, bool predicate, const Place& place) {
+  barrier_arrive(id, static_cast<unsigned>(count), predicate, true, "barrier.red.or", place);
+  return worker->barriers[id].last_trues != 0;
+}
+
 void named_barrier_arrive(int id, int count, const Place& place) {
   barrier_arrive(id, static_cast<unsigned>(count), false, false, "bar.arrive", place);
+}
+
+void passes_on(const void* object) {
+  if (!worker->races.on) return;
+  Races::Knowledge& gathered = worker->atomics[object];
+  worker->races.release(self().warp, gathered);
+  worker->races.acquire(self().warp, gathered);
 }
 
 void warp_collective(unsigned mask, Complete complete, void* operand, const char* what, const Place& place) {

@@ -40,6 +40,7 @@ CASES = {
     "dense wide": Case(lengths=((70, 3),), io="bfloat16", kv_num_heads=1, head_size=1024),
     "latent": Case(lengths=DECODE, group_size=16, **LATENT),
     "latent many heads": Case(lengths=((130, 5), (20, 1)), group_size=20, **(LATENT | {"head_size": 192})),
+    "latent many heads of few channels": Case(lengths=((150, 3),), group_size=20, **LATENT),
     "latent fp8": Case(
         lengths=MIXED, io="bfloat16", group_size=20, cache="float8e4m3fn", k_quant="PER_TENSOR", **LATENT
     ),
@@ -109,11 +110,17 @@ NEEDED = [
     ("kernels/flash_prefill_sm80.cu", "__syncthreads();  // the facts", "flash"),
     ("kernels/flash_prefill_sm80.cu", "__syncwarp();  // the warp's rows", "flash"),
     ("include/pagedattn/hidden_values.cuh", "__syncwarp();  // all lanes have", "flash infinite"),
-    ("include/pagedattn/hidden_values.cuh", "__syncthreads();  // every warp has taken", "flash infinite"),
-    ("include/pagedattn/hidden_values.cuh", "__syncthreads();  // the cleared rows", "flash infinite"),
+    ("include/pagedattn/hidden_values.cuh", "Meeting::sync();  // every warp has taken", "flash infinite"),
+    ("include/pagedattn/hidden_values.cuh", "Meeting::sync();  // the cleared rows", "flash infinite"),
     ("include/pagedattn/wide_attention.cuh", "__syncthreads();  // the maxima of every", "latent"),
     ("include/pagedattn/wide_attention.cuh", "__syncthreads();  // the probabilities", "dense"),
     ("include/pagedattn/wide_attention.cuh", "__syncthreads();  // the partial sums", "dense"),
+    ("kernels/latent_decode.cu", "ptx::mbarrier_wait(&news.copied", "latent many heads"),
+    ("kernels/latent_decode.cu", "T::ScoreTeam::sync();  // the maxima of every", "latent many heads"),
+    ("kernels/latent_decode.cu", "ptx::named_barrier_sync(T::kWeighed", "latent many heads"),
+    ("kernels/latent_decode.cu", "T::ValueTeam::sync();  // nobody reads the tile", "latent many heads"),
+    ("kernels/latent_decode.cu", "__syncthreads();  // the queries are visible, the barriers", "latent many heads"),
+    ("kernels/latent_decode.cu", "__syncthreads();  // the sums of the weights", "latent many heads"),
 ]
 
 

@@ -5,11 +5,53 @@
 #include <pagedattn/mask.cuh>
 #include <pagedattn/split.cuh>
 
+// The tiles of kKeys keys that cover a range of a sequence, and which of their blocks exist. The table is read one tile early:
+// whoever goes on to a tile needs the answer at once. kAhead: how many tiles he is ahead of the one in use.
+template <int kKeys, int kAhead> struct TileBlocks {
+  static constexpr int kBlocks = kKeys / kKeyAlignment;  // of 16 keys; each lies in one block of the cache
+  static_assert(kBlocks * (kAhead + 1) <= 32, "`mapped` remembers the blocks of every tile under way");
+
+  const BlockTable& blocks;
+  KeyRange range;
+  int sequence;
+  int first;              // key of tile 0
+  int count;              // tiles
+  int next_block;         // lane l: block of the l-th 16 keys of the tile that comes next
+  uint32_t mapped = 0;    // which of them exist, of the tiles that came so far, the latest in the low bits
+
+  __device__ __forceinline__ TileBlocks(const BlockTable& table, const KeyRange& wanted, int sequence_index)
+      : blocks(table), range(wanted), sequence(sequence_index) {
+    first = range.begin / kKeyAlignment * kKeyAlignment;
+    count = range.end > range.begin ? ceil_div(range.end - first, kKeys) : 0;
+    look_up(0);
+  }
+
+  __device__ __forceinline__ int key_of(int i) const { return first + i * kKeys; }
+
+  // Takes the tile that was looked up for the latest.
+  __device__ __forceinline__ void take() {
+    mapped = mapped << kBlocks | (__ballot_sync(kFullWarp, next_block != kUnmapped) & ((1u << kBlocks) - 1u));
+  }
+  __device__ __forceinline__ void look_up(int i) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int key = key_of(i) + kKeyAlignment * lane;
+    next_block = lane < kBlocks && i < count && key < range.end ? block_of_position(blocks, sequence, key) : kUnmapped;
+  }
+
+  // Bits of the current tile's 16-key blocks.
+  __device__ __forceinline__ uint32_t mapped_blocks() const { return mapped >> (kAhead * kBlocks) & ((1u << kBlocks) - 1u); }
+  // Whether every key of tile i exists and is in `every`, so that no score needs a mask.
+  __device__ __forceinline__ bool is_open(int i, const KeyRange& every) const {
+    return mapped_blocks() == (1u << kBlocks) - 1u && key_of(i) >= every.begin && key_of(i) <= every.end - kKeys;
+  }
+};
+
 // kValueSize is 0 when values are the first channels of the key rows: LATENT.
-template <DType Cache, int kHeadSize, int kValueSize, int kKeys, int kStages, int kWarps> struct CtaTiles {
+template <DType Cache, int kHeadSize, int kValueSize, int kKeys, int kStages, int kWarps>
+struct CtaTiles : TileBlocks<kKeys, kStages - 1> {
+  using Blocks = TileBlocks<kKeys, kStages - 1>;
   using KeyShape = TileShape<Cache, kHeadSize>;
   using ValueShape = TileShape<Cache, kValueSize == 0 ? kHeadSize : kValueSize>;
-  static constexpr int kBlocks = kKeys / kKeyAlignment;  // of 16 keys; each lies in one block of the cache
   static constexpr int kKeyBytes = kKeys * KeyShape::kStride;
   static constexpr int kStageBytes = kKeyBytes + (kValueSize == 0 ? 0 : kKeys * ValueShape::kStride);
   static constexpr int kBytes = kStages * kStageBytes;
@@ -17,32 +59,21 @@ template <DType Cache, int kHeadSize, int kValueSize, int kKeys, int kStages, in
   static constexpr int kRowsAtOnce = min_of(kRowsOfWarp, kKeyAlignment);
   static_assert(kKeys % kWarps == 0 && kKeys % kKeyAlignment == 0 && kRowsOfWarp % kRowsAtOnce == 0 &&
                     kKeyAlignment % kRowsAtOnce == 0, "the rows that a warp copies at once lie in one block");
-  static_assert(kBlocks * kStages <= 32, "`mapped` remembers the blocks of every tile under way");
+  using Blocks::blocks, Blocks::range, Blocks::count, Blocks::next_block, Blocks::key_of;
 
-  const BlockTable& blocks;
-  KvHead<Cache> keys;
+  KvHead<Cache> keys;     // rows outside the range are zeros
   KvHead<Cache> values;
-  KeyRange range;         // rows outside are zeros
   unsigned char* s_stages;
-  int sequence;
   bool with_values;       // false: only keys are wanted
-  int first;              // key of tile 0
-  int count;              // tiles
-  int next_block;         // lane l: block of the l-th 16 keys of the tile that is issued next
-  uint32_t mapped = 0;    // which of them exist, of the tiles issued so far, the latest in the low bits
 
   __device__ __forceinline__ CtaTiles(const BlockTable& table, const KvCache& key_cache, const KvCache& value_cache, int kv_head,
                                       const KeyRange& wanted, int sequence_index, unsigned char* s_memory, bool load_values)
-      : blocks(table), keys(key_cache, kv_head), values(value_cache, kv_head), range(wanted), s_stages(s_memory),
-        sequence(sequence_index), with_values(load_values) {
-    first = range.begin / kKeyAlignment * kKeyAlignment;
-    count = range.end > range.begin ? ceil_div(range.end - first, kKeys) : 0;
-    look_up(0);
+      : Blocks(table, wanted, sequence_index), keys(key_cache, kv_head), values(value_cache, kv_head), s_stages(s_memory),
+        with_values(load_values) {
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) issue(i);
   }
 
-  __device__ __forceinline__ int key_of(int i) const { return first + i * kKeys; }
   __device__ __forceinline__ unsigned char* key_tile(int i) const { return s_stages + i % kStages * kStageBytes; }
   __device__ __forceinline__ unsigned char* value_tile(int i) const { return key_tile(i) + (kValueSize == 0 ? 0 : kKeyBytes); }
 
@@ -58,25 +89,27 @@ template <DType Cache, int kHeadSize, int kValueSize, int kKeys, int kStages, in
     if constexpr (kStages > 1) issue(i + kStages - 1);
   }
 
-  // Bits of the current tile's 16-key blocks.
-  __device__ __forceinline__ uint32_t mapped_blocks() const {
-    return mapped >> ((kStages - 1) * kBlocks) & ((1u << kBlocks) - 1u);
-  }
-  // Whether every key of tile i exists and is in `every`, so that no score needs a mask.
-  __device__ __forceinline__ bool is_open(int i, const KeyRange& every) const {
-    return mapped_blocks() == (1u << kBlocks) - 1u && key_of(i) >= every.begin && key_of(i) <= every.end - kKeys;
+  // Brings tile i, the next to be issued, into the L2 cache: LATENT rows only.
+  __device__ __forceinline__ void prefetch(int i) const {
+    constexpr int kLanes = 16;  // of a row
+    constexpr int kLineBytes = 128;
+    static_assert(kValueSize == 0 && kRowsAtOnce % (kWarpSize / kLanes) == 0, "half a warp asks for a row of keys");
+    const int lane_row = static_cast<int>(threadIdx.x) / kWarpSize * kRowsOfWarp + threadIdx.x % kWarpSize / kLanes;
+#pragma unroll
+    for (int part = 0; part < kRowsOfWarp; part += kWarpSize / kLanes) {
+      const int key = key_of(i) + lane_row + part;
+      const int block = __shfl_sync(kFullWarp, next_block, (lane_row + part) / kKeyAlignment);
+      if (block == kUnmapped || key < range.begin || key >= range.end) continue;
+      const unsigned char* g_row = keys.row(block, offset_in_block(blocks, key));
+      for (int byte = threadIdx.x % kLanes * kLineBytes; byte < KeyShape::kRowBytes; byte += kLanes * kLineBytes) {
+        ptx::prefetch_l2(g_row + byte);
+      }
+    }
   }
 
- private:
-  // The table is read one tile early: the copies of a tile need the answer at once.
-  __device__ __forceinline__ void look_up(int i) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int key = key_of(i) + kKeyAlignment * lane;
-    next_block = lane < kBlocks && i < count && key < range.end ? block_of_position(blocks, sequence, key) : kUnmapped;
-  }
-
+  // Starts the copies of tile i; tiles are issued one after the other.
   __device__ __forceinline__ void issue(int i) {
-    mapped = mapped << kBlocks | (__ballot_sync(kFullWarp, next_block != kUnmapped) & ((1u << kBlocks) - 1u));
+    this->take();
     const int row = static_cast<int>(threadIdx.x) / kWarpSize * kRowsOfWarp;
 #pragma unroll
     for (int part = 0; part < kRowsOfWarp; part += kRowsAtOnce) {
@@ -88,9 +121,10 @@ template <DType Cache, int kHeadSize, int kValueSize, int kKeys, int kStages, in
       }
     }
     ptx::cp_async_commit();
-    look_up(i + 1);
+    this->look_up(i + 1);
   }
 
+ private:
   template <class Shape>
   __device__ __forceinline__ void copy(unsigned char* s_tile, const KvHead<Cache>& head, int i, int row, int block) const {
     const int key = key_of(i) + row;

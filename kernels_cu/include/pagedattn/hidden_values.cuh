@@ -5,7 +5,18 @@
 // infinite or NaN, the rows that do admit the key take it from here, one product at a time, and then its row is cleared.
 #pragma once
 
+#include <pagedattn/ptx/mbarrier.cuh>
 #include <pagedattn/tile_math.cuh>
+
+// The threads that share a tile of values, and meet: all of the CTA, or the first kThreads at a named barrier.
+struct WholeCta {
+  static __device__ __forceinline__ void sync() { __syncthreads(); }
+  static __device__ __forceinline__ bool any(bool own) { return __syncthreads_or(own); }
+};
+template <int kBarrier, int kThreads> struct Team {
+  static __device__ __forceinline__ void sync() { ptx::named_barrier_sync(kBarrier, kThreads); }
+  static __device__ __forceinline__ bool any(bool own) { return ptx::named_barrier_any(kBarrier, kThreads, own); }
+};
 
 // Whether a 32-bit word of stored values holds one that is not finite.
 template <DType Cache> __device__ __forceinline__ bool is_strange(uint32_t word) {
@@ -65,19 +76,20 @@ __device__ __forceinline__ void add_row(float (&acc)[kMTiles][kTiles][4], const 
   }
 }
 
-// Takes strange keys out of a value tile of kKeys keys, for the rows that admit them; all threads of a CTA of kWarps warps call
+// Takes strange keys out of a value tile of kKeys keys, for the rows that admit them; all threads of `Meeting`, kWarps warps, call
 // it, between the barrier that makes the tile visible and p . v.
 //   `weight(m, half, key)`  weight of a key of the tile for a row of the lane; every lane of the warp asks
 //   `admits(m, half, key)`  whether that row admits it
 // acc holds `groups` groups of channels from `group` on.
-template <class F, DType Cache, class Shape, int kKeys, int kWarps, int kMTiles, int kTiles, class Weight, class Admits>
+template <class F, DType Cache, class Shape, int kKeys, int kWarps, class Meeting = WholeCta, int kMTiles, int kTiles, class Weight,
+          class Admits>
 __device__ __forceinline__ void take_strange_values(float (&acc)[kMTiles][kTiles][4], unsigned char* s_values, int group, int groups,
                                                     const Weight& weight, const Admits& admits) {
   if constexpr (Cache == DType::i8 || Cache == DType::i4) return;  // every code is a number
   const int warp = threadIdx.x / kWarpSize;
   bool found = false;
   for (int key = warp; key < kKeys; key += kWarps) found |= is_strange_row<Cache, Shape>(s_values + key * Shape::kStride);
-  if (!__syncthreads_or(found)) return;
+  if (!Meeting::any(found)) return;
 
   for (int key = 0; key < kKeys; ++key) {
     const unsigned char* s_row = s_values + key * Shape::kStride;
@@ -94,7 +106,7 @@ __device__ __forceinline__ void take_strange_values(float (&acc)[kMTiles][kTiles
     }
     add_row<F, Cache>(acc, s_row, group, groups, own, admitted);
   }
-  __syncthreads();  // every warp has taken what it needs from the strange rows
+  Meeting::sync();  // every warp has taken what it needs from the strange rows
   for (int key = warp; key < kKeys; key += kWarps) {
     unsigned char* s_row = s_values + key * Shape::kStride;
     if (!is_strange_row<Cache, Shape>(s_row)) continue;
@@ -103,5 +115,5 @@ __device__ __forceinline__ void take_strange_values(float (&acc)[kMTiles][kTiles
       *reinterpret_cast<Vector16*>(s_row + byte) = Vector16{};
     }
   }
-  __syncthreads();  // the cleared rows are visible
+  Meeting::sync();  // the cleared rows are visible
 }

@@ -14,6 +14,7 @@
 #include <pagedattn/cta_tiles.cuh>
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/hidden_values.cuh>
+#include <pagedattn/ptx/opaque.cuh>
 #include <pagedattn/query_tile.cuh>
 #include <pagedattn/row_tiles.cuh>
 #include <pagedattn/tile_math.cuh>
@@ -29,6 +30,7 @@ struct WideShape {
   int column_warps;
   int tile_keys;
   int stages;
+  int weighed;       // tiles whose probabilities exist at a time
 };
 
 template <WideShape W> struct Wide {
@@ -61,7 +63,7 @@ template <WideShape W> struct Wide {
   static constexpr int kProbabilityStride = kKeysHoldProbabilities ? Tiles::KeyShape::kStride : 16 * (W.tile_keys / 8 | 1);
 
   static constexpr int kQueryBytes = kRows * Query::kStride;
-  static constexpr int kProbabilityBytes = kKeysHoldProbabilities ? 0 : kRows * kProbabilityStride;
+  static constexpr int kProbabilityBytes = kKeysHoldProbabilities ? 0 : W.weighed * kRows * kProbabilityStride;
   // Value channels of a row of the value tile.
   struct ValueRows {
     static constexpr int kStride = Tiles::ValueShape::kStride;
@@ -74,7 +76,6 @@ template <WideShape W> struct Wide {
   static_assert(!W.latent || W.v_head_size <= W.head_size, "LATENT values are channels of the key row");
   static_assert(kKeysOfWarp % 16 == 0, "a key fragment has 16 keys");
   static_assert(W.row_tiles % W.warp_tiles == 0, "every warp has as many rows");
-  static_assert(W.warp_tiles * kTiles <= 32, "acc of a warp must fit its registers");
   static_assert(kStatBytes % 16 == 0, "stages start on 16 bytes");
   static_assert(is_quantized(W.cache) || W.cache == W.io, "an unquantized cache holds the io type");
 
@@ -89,8 +90,10 @@ template <WideShape W> struct Wide {
   static __device__ __forceinline__ int row(int own) { return first_row() + 16 * (own / 2) + row_in_tile(2 * (own % 2)); }
 
   static __device__ __forceinline__ unsigned char* s_query() { return shared_memory<unsigned char>(); }
-  static __device__ __forceinline__ unsigned char* s_probabilities(const Tiles& tiles, int i) {
-    return kKeysHoldProbabilities ? tiles.key_tile(i) + 2 * kValueEnd : s_query() + kQueryBytes;
+  // Of a tile in stage `stage`.
+  static __device__ __forceinline__ unsigned char* s_probabilities(int stage) {
+    return kKeysHoldProbabilities ? s_stages() + stage * Tiles::kStageBytes + 2 * kValueEnd
+                                  : s_query() + kQueryBytes + stage % W.weighed * kRows * kProbabilityStride;
   }
   static __device__ __forceinline__ float* s_stats() { return reinterpret_cast<float*>(s_query() + kQueryBytes + kProbabilityBytes); }
   static __device__ __forceinline__ unsigned char* s_stages() { return s_query() + kStagesAt; }
@@ -100,7 +103,17 @@ template <WideShape W> struct Wide {
 template <WideShape W> struct WideRows {
   KeyRange keys[Wide<W>::kLaneRows];       // that each admits
   SoftmaxState state[Wide<W>::kLaneRows];  // row_sum: this warp's part
+};
+
+// Weighted sums of values: of the lane's rows, this warp's channels.
+template <WideShape W> struct WideSums {
+  static_assert(W.warp_tiles * Wide<W>::kTiles <= 32, "they must fit the registers");
   float acc[W.warp_tiles][Wide<W>::kTiles][4] = {};
+
+  __device__ __forceinline__ void scale(const float (&factor)[Wide<W>::kLaneRows]) {
+#pragma unroll
+    for (int own = 0; own < Wide<W>::kLaneRows; ++own) scale_row(acc[own / 2], factor[own], own % 2);
+  }
 };
 
 template <WideShape W> using WideScores = float[W.warp_tiles][Wide<W>::kNTiles][4];
@@ -114,15 +127,16 @@ __device__ __forceinline__ void begin_rows(WideRows<W>& rows, const RowTile& til
   for (int own = 0; own < D::kLaneRows; ++own) rows.keys[own] = keys_of_row(tile, D::row(own), table, rules, range);
 }
 
-// Base-2 scores of this warp's rows and keys. Only for warps that have scores.
-template <WideShape W>
-__device__ __forceinline__ void wide_scores(WideScores<W>& scores, const WideRows<W>& rows, const typename Wide<W>::Tiles& tiles, int i,
+// Base-2 scores of this warp's rows and keys. Only for warps that have scores. `tiles` is TileBlocks that knows where its tiles lie.
+template <WideShape W, class Tiles>
+__device__ __forceinline__ void wide_scores(WideScores<W>& scores, const WideRows<W>& rows, const Tiles& tiles, int i,
                                             const ScoreRules& rules, float factor, const KeyRange& every, const RowTile& tile,
                                             int first_head) {
   using D = Wide<W>;
   using Io = typename D::Io;
   constexpr int kStride = D::Tiles::KeyShape::kStride;
-  const unsigned char* s_lane_query = D::F::query_lane(D::s_query() + D::first_row() * D::Query::kStride, D::Query::kStride);
+  // Opaque: else the compiler keeps the address of each step in a register of its own.
+  const unsigned char* s_lane_query = D::F::query_lane(D::s_query() + ptx::opaque(D::first_row() * D::Query::kStride), D::Query::kStride);
   const auto query_of = [&](int m, int step, uint32_t (&a)[4]) { D::F::query(a, s_lane_query, D::Query::kStride, 16 * m, step); };
   const unsigned char* s_lane = D::F::keys_lane(tiles.key_tile(i) + D::first_key() * kStride, kStride);
   multiply_keys<typename D::F, D::kSteps, D::kUnrolledSteps>(scores, query_of, s_lane, kStride, 0, [](int) {});
@@ -137,9 +151,37 @@ __device__ __forceinline__ void wide_scores(WideScores<W>& scores, const WideRow
   }
 }
 
+// Of what every range of keys left of a row in the row statistics.
+template <WideShape W> __device__ __forceinline__ float maximum_of_row(int row) {
+  float top = negative_infinity();
+#pragma unroll
+  for (int w = 0; w < Wide<W>::kScoreWarps; ++w) top = fmaxf(top, Wide<W>::s_stats()[w * Wide<W>::kRows + row]);
+  return top;
+}
+template <WideShape W> __device__ __forceinline__ float total_of_row(int row) {
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < Wide<W>::kScoreWarps; ++w) total += Wide<W>::s_stats()[w * Wide<W>::kRows + row];
+  return total;
+}
+
+// Scores of one of the lane's rows to probabilities in shared memory.
+template <WideShape W>
+__device__ __forceinline__ void store_weights(WideScores<W>& scores, WideRows<W>& rows, int own, unsigned char* s_probabilities) {
+  using D = Wide<W>;
+  weigh_row(scores[own / 2], rows.state[own], own % 2);
+  unsigned char* s_row = s_probabilities + D::row(own) * D::kProbabilityStride + 2 * D::first_key();
+#pragma unroll
+  for (int n = 0; n < D::kNTiles; ++n) {
+    const float(&pair)[4] = scores[own / 2][n];
+    *reinterpret_cast<uint32_t*>(s_row + 2 * key_in_tile(n, 0)) =
+        ptx::pack_2<typename D::Io>(pair[own % 2 * 2], pair[own % 2 * 2 + 1]);
+  }
+}
+
 // Scores of all warps to probabilities in shared memory, and the new maxima to everyone's state.
 template <WideShape W>
-__device__ __forceinline__ void wide_softmax(WideScores<W>& scores, WideRows<W>& rows, const typename Wide<W>::Tiles& tiles, int i) {
+__device__ __forceinline__ void wide_softmax(WideScores<W>& scores, WideRows<W>& rows, WideSums<W>& sums, unsigned char* s_probabilities) {
   using D = Wide<W>;
   if (D::has_scores()) {
 #pragma unroll
@@ -153,45 +195,32 @@ __device__ __forceinline__ void wide_softmax(WideScores<W>& scores, WideRows<W>&
   bool shrinks = false;
 #pragma unroll
   for (int own = 0; own < D::kLaneRows; ++own) {
-    float top = negative_infinity();
-#pragma unroll
-    for (int w = 0; w < D::kScoreWarps; ++w) top = fmaxf(top, D::s_stats()[w * D::kRows + D::row(own)]);
-    shrink[own] = rows.state[own].update_max(top);
+    shrink[own] = rows.state[own].update_max(maximum_of_row<W>(D::row(own)));
     shrinks |= shrink[own] != 1.0f;
-    if (!D::has_scores()) continue;
-    weigh_row(scores[own / 2], rows.state[own], own % 2);
-    unsigned char* s_row = D::s_probabilities(tiles, i) + D::row(own) * D::kProbabilityStride + 2 * D::first_key();
-#pragma unroll
-    for (int n = 0; n < D::kNTiles; ++n) {
-      const float(&pair)[4] = scores[own / 2][n];
-      *reinterpret_cast<uint32_t*>(s_row + 2 * key_in_tile(n, 0)) =
-          ptx::pack_2<typename D::Io>(pair[own % 2 * 2], pair[own % 2 * 2 + 1]);
-    }
+    if (D::has_scores()) store_weights<W>(scores, rows, own, s_probabilities);
   }
-  if (__ballot_sync(kFullWarp, shrinks) != 0) {  // maxima seldom move after the first tiles
-#pragma unroll
-    for (int own = 0; own < D::kLaneRows; ++own) scale_row(rows.acc[own / 2], shrink[own], own % 2);
-  }
+  if (__ballot_sync(kFullWarp, shrinks) != 0) sums.scale(shrink);  // maxima seldom move after the first tiles
   __syncthreads();  // the probabilities are visible to the warps that sum values, and the maxima are free again
 }
 
-// acc += p . v for this warp's channels. `differ`: not all rows of the tile admit the same keys.
-template <WideShape W>
-__device__ __forceinline__ void wide_values(WideRows<W>& rows, const typename Wide<W>::Tiles& tiles, int i, bool differ) {
+// acc += p . v for this warp's channels. `differ`: not all rows of the tile admit the same keys; `keys_of(own)`: which ones a row of
+// the lane does. `Meeting` are the warps of the grid.
+template <class Meeting, WideShape W, class KeysOf>
+__device__ __forceinline__ void wide_values(WideSums<W>& sums, const typename Wide<W>::Tiles& tiles, int i,
+                                            const unsigned char* s_probabilities, bool differ, const KeysOf& keys_of) {
   using D = Wide<W>;
   constexpr int kStride = D::Tiles::ValueShape::kStride;
   unsigned char* s_values = tiles.value_tile(i);
-  const unsigned char* s_probabilities = D::s_probabilities(tiles, i);
   if (differ) {
     const uint32_t mapped = tiles.mapped_blocks();
-    take_strange_values<typename D::F, W.cache, typename D::ValueRows, W.tile_keys, D::kWarps>(
-        rows.acc, s_values, D::column() * D::kGroupsOfWarp, D::kGroups,
+    take_strange_values<typename D::F, W.cache, typename D::ValueRows, W.tile_keys, D::kWarps, Meeting>(
+        sums.acc, s_values, D::column() * D::kGroupsOfWarp, D::kGroups,
         [&](int m, int half, int key) {
           const unsigned char* s_row = s_probabilities + D::row(2 * m + half) * D::kProbabilityStride;
           return to_float(reinterpret_cast<const typename D::Io*>(s_row)[key]);
         },
         [&](int m, int half, int key) {
-          return rows.keys[2 * m + half].contains(tiles.key_of(i) + key) && (mapped >> (key / 16) & 1u);
+          return keys_of(2 * m + half).contains(tiles.key_of(i) + key) && (mapped >> (key / 16) & 1u);
         });
   }
 #pragma unroll
@@ -201,7 +230,7 @@ __device__ __forceinline__ void wide_values(WideRows<W>& rows, const typename Wi
     for (int m = 0; m < W.warp_tiles; ++m) {
       D::F::probabilities(p[m], s_probabilities, D::kProbabilityStride, D::first_row() + 16 * m, block);
     }
-    multiply_values<typename D::F>(rows.acc, p, D::F::values_lane(s_values, kStride), kStride, 16 * block,
+    multiply_values<typename D::F>(sums.acc, p, D::F::values_lane(s_values, kStride), kStride, 16 * block,
                                    D::column() * D::kGroupsOfWarp, D::kGroups);
   }
 }
@@ -218,19 +247,17 @@ template <WideShape W> __device__ __forceinline__ void sum_rows(WideRows<W>& row
   __syncthreads();  // the partial sums are visible
 #pragma unroll
   for (int own = 0; own < D::kLaneRows; ++own) {
-    rows.state[own].row_sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < D::kScoreWarps; ++w) rows.state[own].row_sum += D::s_stats()[w * D::kRows + D::row(own)];
+    rows.state[own].row_sum = total_of_row<W>(D::row(own));
   }
 }
 
 // Calls `use(channel, first, second)` for each pair of neighbouring channels of a row that this lane has; with `factor` and
 // the value scale in them.
 template <WideShape W, class Use>
-__device__ __forceinline__ void for_values_of_row(const WideRows<W>& rows, int own, float factor, const KvCache& value_scales, int kv_head,
+__device__ __forceinline__ void for_values_of_row(const WideSums<W>& sums, int own, float factor, const KvCache& value_scales, int kv_head,
                                                   const Use& use) {
   using D = Wide<W>;
-  D::F::for_channel_pairs(rows.acc[own / 2], own % 2, D::first_channel(), [&](int channel, float first, float second) {
+  D::F::for_channel_pairs(sums.acc[own / 2], own % 2, D::first_channel(), [&](int channel, float first, float second) {
     if (channel >= W.v_head_size) return;
     use(channel, first * factor * scale_of<W.cache>(value_scales, kv_head, channel),
         second * factor * scale_of<W.cache>(value_scales, kv_head, channel + 1));

@@ -8,7 +8,7 @@
 
 namespace ptx {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__)
 
 __device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(s_pointer));
@@ -18,17 +18,24 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, int arrivals)
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(s_barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes the initialized barriers visible to the copy engine.
-__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(s_barrier)) : "memory");
 }
+
+#if __CUDA_ARCH__ >= 900
+// Makes the initialized barriers visible to the copy engine.
+__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Arrives, and makes the phase wait for `bytes` more from the copy engine.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* s_barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(s_barrier)), "r"(bytes)
                : "memory");
+}
+#endif
+
+// Arrives when all copies that this thread has started with cp.async have ended.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint64_t* s_barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(s_barrier)) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t parity) {
@@ -36,7 +43,11 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t pari
       "{\n"
       ".reg .pred done;\n"
       "WAIT:\n"
+#if __CUDA_ARCH__ >= 900
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#else
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#endif
       "@done bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n"
@@ -60,13 +71,30 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-#elif !defined(__CUDA_ARCH__)
+#else
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, int arrivals) { emulator::mbarrier_init(s_barrier, arrivals); }
 __device__ __forceinline__ void mbarrier_init_fence() {}
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier) { emulator::mbarrier_arrive(s_barrier, 0); }
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* s_barrier, int bytes) { emulator::mbarrier_arrive(s_barrier, bytes); }
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint64_t* s_barrier) {
+  emulator::async_commit();
+  emulator::async_wait(0);
+  emulator::mbarrier_arrive(s_barrier, 0);
+}
 __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t parity) { emulator::mbarrier_wait(s_barrier, parity); }
+
+__device__ __forceinline__ void named_barrier_sync(int id, int threads, const emulator::Place& place = emulator::Place::current()) {
+  emulator::named_barrier_sync(id, threads, place);
+}
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool own,
+                                                  const emulator::Place& place = emulator::Place::current()) {
+  return emulator::named_barrier_any(id, threads, own, place);
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads, const emulator::Place& place = emulator::Place::current()) {
+  emulator::named_barrier_arrive(id, threads, place);
+  emulator::warp_collective(0xffffffffu, nullptr, nullptr, "bar.arrive", place);  // which the lanes of a warp execute together
+}
 
 #endif
 

@@ -8,6 +8,9 @@
 
 namespace emulator {
 
+// Accesses to a barrier are no accesses to shared memory that could race.
+#define UNTRACED __attribute__((no_sanitize("thread")))
+
 // What the 64 bits of a barrier hold.
 struct Mbarrier {
   uint16_t phase : 1;     // parity of the phase that is under way
@@ -19,7 +22,7 @@ static_assert(sizeof(Mbarrier) == 8, "as large as the real one");
 
 inline Mbarrier& mbarrier(uint64_t* s_barrier) { return *reinterpret_cast<Mbarrier*>(s_barrier); }
 
-inline void complete_phase(Mbarrier& barrier) {
+UNTRACED inline void complete_phase(Mbarrier& barrier) {
   if (barrier.missing != 0 || barrier.bytes != 0) return;
   barrier.phase ^= 1;
   barrier.missing = barrier.arrivals;
@@ -29,7 +32,8 @@ inline void mbarrier_init(uint64_t* s_barrier, int arrivals) {
   mbarrier(s_barrier) = {0, static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
 }
 
-inline void mbarrier_arrive(uint64_t* s_barrier, int bytes, const Place& place = Place::current()) {
+UNTRACED inline void mbarrier_arrive(uint64_t* s_barrier, int bytes, const Place& place = Place::current()) {
+  passes_on(s_barrier);
   Mbarrier& barrier = mbarrier(s_barrier);
   if (barrier.missing == 0) fail("more threads arrive at a barrier than a phase has", place);
   barrier.bytes += bytes;
@@ -62,7 +66,7 @@ inline void bulk_load(void* s_target, const void* g_source, int bytes, uint64_t*
   bulk_copies.under_way[bulk_copies.count++] = {s_target, g_source, bytes, s_barrier};
 }
 
-inline void end_a_copy() {
+UNTRACED inline void end_a_copy() {
   BulkCopies& copies = bulk_copies;
   if (copies.count == 0) return;
   copies.random = copies.random * 1664525u + 1013904223u;
@@ -74,11 +78,12 @@ inline void end_a_copy() {
   complete_phase(mbarrier(copy.s_barrier));
 }
 
-inline void mbarrier_wait(uint64_t* s_barrier, uint32_t parity, const Place& place = Place::current()) {
+UNTRACED inline void mbarrier_wait(uint64_t* s_barrier, uint32_t parity, const Place& place = Place::current()) {
   while (mbarrier(s_barrier).phase == parity) {
     end_a_copy();
     yield(place);
   }
+  passes_on(s_barrier);
 }
 
 }  // namespace emulator

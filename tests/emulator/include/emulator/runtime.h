@@ -38,6 +38,10 @@ EMULATOR_API int cta_barrier(bool predicate, const char* what, const Place& plac
 // bar.sync and bar.arrive: `count` threads, a multiple of the warp size; 0 means all threads of the CTA.
 EMULATOR_API void named_barrier_sync(int id, int count, const Place& place);
 EMULATOR_API void named_barrier_arrive(int id, int count, const Place& place);
+// bar.red.or: whether any of the threads passed true.
+EMULATOR_API bool named_barrier_any(int id, int count, bool predicate, const Place& place);
+// An object through which threads meet: who comes later knows of all that those before did.
+EMULATOR_API void passes_on(const void* object);
 
 // Every lane of `mask` arrives with its operand at one place in the source; the last one calls
 // `complete(operands, mask)`, which may read and write each of them; then all go on.
