@@ -172,7 +172,6 @@ __device__ __forceinline__ void sum_values(WideSums<S.wide()>& sums, typename Wi
 
   for (int i = 0; i < tiles.count; ++i) {
     TeamNews<S>& news = T::news(i);
-    tiles.prefetch(i + S.stages);
     ptx::named_barrier_sync(T::kWeighed + i % S.stages, T::kThreads);
     if (news.moves) {
       float shrink[D::kLaneRows];

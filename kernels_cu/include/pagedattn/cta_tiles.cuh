@@ -89,24 +89,6 @@ struct CtaTiles : TileBlocks<kKeys, kStages - 1> {
     if constexpr (kStages > 1) issue(i + kStages - 1);
   }
 
-  // Brings tile i, the next to be issued, into the L2 cache: LATENT rows only.
-  __device__ __forceinline__ void prefetch(int i) const {
-    constexpr int kLanes = 16;  // of a row
-    constexpr int kLineBytes = 128;
-    static_assert(kValueSize == 0 && kRowsAtOnce % (kWarpSize / kLanes) == 0, "half a warp asks for a row of keys");
-    const int lane_row = static_cast<int>(threadIdx.x) / kWarpSize * kRowsOfWarp + threadIdx.x % kWarpSize / kLanes;
-#pragma unroll
-    for (int part = 0; part < kRowsOfWarp; part += kWarpSize / kLanes) {
-      const int key = key_of(i) + lane_row + part;
-      const int block = __shfl_sync(kFullWarp, next_block, (lane_row + part) / kKeyAlignment);
-      if (block == kUnmapped || key < range.begin || key >= range.end) continue;
-      const unsigned char* g_row = keys.row(block, offset_in_block(blocks, key));
-      for (int byte = threadIdx.x % kLanes * kLineBytes; byte < KeyShape::kRowBytes; byte += kLanes * kLineBytes) {
-        ptx::prefetch_l2(g_row + byte);
-      }
-    }
-  }
-
   // Starts the copies of tile i; tiles are issued one after the other.
   __device__ __forceinline__ void issue(int i) {
     this->take();

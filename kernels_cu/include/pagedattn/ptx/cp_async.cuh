@@ -33,15 +33,6 @@ template <int kBytes> __device__ __forceinline__ void cp_async(void* s_target, c
 #endif
 }
 
-// Asks for the 128 bytes around an address to be in the L2 cache soon.
-__device__ __forceinline__ void prefetch_l2(const void* g_source) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(g_source));
-#else
-  (void)*static_cast<const volatile unsigned char*>(g_source);  // a bad address is found
-#endif
-}
-
 // Ends the group of copies that this thread has started.
 __device__ __forceinline__ void cp_async_commit() {
 #if defined(__CUDA_ARCH__)
