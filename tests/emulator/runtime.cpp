@@ -475,7 +475,7 @@ void check_convergence(Fiber& fiber, Warp& warp, const char* what, int barrier, 
 
 void Worker::release(Barrier& barrier) {
   if (races.on) {
-    if (barrier.expected >= fibers.size()) {
+    if (barrier.waiting.size() == fibers.size()) {
       races.everyone_meets();
     } else {
       for (const Fiber* fiber : barrier.waiting) races.acquire(fiber->warp, barrier.gathered);
