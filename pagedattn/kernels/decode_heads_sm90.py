@@ -33,8 +33,8 @@ WORK_BYTES = 256  # what finds the work
 RING_BYTES = 48 << 10
 MAX_HEAD_SIZE = 128  # more would not leave a thread the registers it needs
 MIN_SPLIT_KEYS = 256
-# Where one split of every token makes fewer CTAs than there are multiprocessors, shorter splits, and fewer of such CTAs, are
-# better off with a CTA a head.
+# Where one split of every token makes fewer CTAs than there are multiprocessors: with shorter splits, or fewer of such
+# CTAs, a CTA a head is better off.
 GOOD_SPLIT_KEYS = 512
 GOOD_WORKS = 4
 MAX_SPLIT_KEYS = 2048  # lengths differ: one CTA shall not have much more to do than others
