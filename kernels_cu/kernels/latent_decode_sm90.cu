@@ -90,7 +90,7 @@ constexpr int kConsumerThreads = 2 * kWarpgroup;
 constexpr int kConsumerWarps = kWarpgroup / kWarpSize;  // of a warpgroup
 constexpr int kThreads = kWarpgroup + kConsumerThreads;
 constexpr int kListedSequences = kThreads;  // of which what the list of work needs is kept in shared memory
-constexpr int kLastRanks = 16;              // classes of last splits by their length
+constexpr int kLastRanks = 31;              // classes of last splits by their length
 constexpr int kRanks = 1 + kLastRanks;
 constexpr int kRankBits = 5;
 static_assert(kRanks <= 1 << kRankBits && kRanks <= kWarpSize, "a lane has a rank");
@@ -291,12 +291,12 @@ template <int kCtas> struct WorkList {
     const SequenceWork s = of_lane(lane);
     const uint32_t tiles = s.tiles<kCtas>(p.out.num_heads);
     // The row tiles of a split are neighbours, so that they read it from L2; those that see most keys come first.
-    const uint32_t whole = from_end / tiles;
+    const uint32_t whole = tiles == 1 ? from_end : from_end / tiles;  // no division where tokens come alone
     split = rank == 0 ? static_cast<int>(whole) : s.splits() - 1;
     tile.sequence = {kWarpSize * chunk + lane, s.begin, s.kv_len > 0 ? s.tokens : 0, s.past, s.kv_len};
     tile.group_size = p.out.num_heads;
     const int first_row = static_cast<int>(from_end - whole * tiles) * (kCtas * kWarpgroupRows);
-    tile.first_token = static_cast<uint32_t>(first_row) / static_cast<uint32_t>(tile.group_size);
+    tile.first_token = first_row == 0 ? 0 : static_cast<uint32_t>(first_row) / static_cast<uint32_t>(tile.group_size);
     tile.first_head = first_row - tile.first_token * tile.group_size;
     tile.rows = first_row < 0 ? 0 : max_of(0, min_of(kWarpgroupRows, s.tokens * tile.group_size - first_row));
     return true;
@@ -844,20 +844,22 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       SoftmaxState state;
       if (rows.reference[half] != negative_infinity()) state.row_max = rows.reference[half] * score_factor();
       state.row_sum = s_sum[row(half)] + s_sum[kWarpgroupRows + row(half)];
-      const SoftmaxResult result = finalize(state, negative_infinity());
+      const float lse = lse_of(state);
+      const float factor = lse == negative_infinity() ? 0.0f : 1.0f / state.row_sum;
       const bool exists = row(half) < work->tile.rows;
       const bool writes_lse = exists && own() == 0 && threadIdx.x % 4 == 0;
-      const int token = work->tile.token(row(half));
-      const int head = work->tile.head_in_group(row(half));
+      const bool is_pair = S.ctas == 2;  // of row tiles, which are of one token
+      const int token = is_pair ? work->tile.sequence.begin + work->tile.first_token : work->tile.token(row(half));
+      const int head = is_pair ? work->tile.first_head + row(half) : work->tile.head_in_group(row(half));
       if (work->split_count <= 1) {
         Io* g_row = output_row<Io>(p.out, token, head, kValueSize) + own() * (kValueSize / 2);
-        if (writes_lse) store_lse(p.out, token, head, result.lse);
+        if (writes_lse) store_lse(p.out, token, head, kLn2 * lse);
 #pragma unroll
         for (int n = 0; n < kOutputs / 4; n += 4) {
           uint32_t word[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            word[i] = ptx::pack_2<Io>(acc[4 * (n + i) + 2 * half] * result.factor, acc[4 * (n + i) + 2 * half + 1] * result.factor);
+            word[i] = ptx::pack_2<Io>(acc[4 * (n + i) + 2 * half] * factor, acc[4 * (n + i) + 2 * half + 1] * factor);
           }
           transpose_4(word);  // eight neighbouring channels of n-tile n + t
           if (exists) *reinterpret_cast<Vector16*>(g_row + 8 * (n + threadIdx.x % 4)) = Vector16{{word[0], word[1], word[2], word[3]}};
@@ -865,10 +867,10 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       } else if (exists) {
         const int64_t at = partial_row(p.partials, token, work->split, p.out.num_heads, head);
         float* g_row = p.partials.acc + at * partial_width(kValueSize) + own() * (kValueSize / 2) + 2 * (threadIdx.x % 4);
-        if (writes_lse) p.partials.lse[at] = lse_of(state);
+        if (writes_lse) p.partials.lse[at] = lse;
 #pragma unroll
         for (int n = 0; n < kOutputs / 4; ++n) {
-          *reinterpret_cast<float2*>(g_row + 8 * n) = {acc[4 * n + 2 * half] * result.factor, acc[4 * n + 2 * half + 1] * result.factor};
+          *reinterpret_cast<float2*>(g_row + 8 * n) = {acc[4 * n + 2 * half] * factor, acc[4 * n + 2 * half + 1] * factor};
         }
       }
     }
@@ -882,7 +884,11 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       first_key = work->first_tile * kTileKeys;
       tile_count = work->tile_count;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) admitted[half] = keys_of_row(work->tile, row(half), p.sequences, p.rules, work->keys);
+      for (int half = 0; half < 2; ++half) {
+        // Where no token hides what another one admits, all rows have the keys of the work.
+        admitted[half] = row(half) >= work->tile.rows ? KeyRange{0, 0} : work->keys;
+        if (S.ctas == 1 && work->differs) admitted[half] = keys_of_row(work->tile, row(half), p.sequences, p.rules, work->keys);
+      }
       float acc[kOutputs];
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;

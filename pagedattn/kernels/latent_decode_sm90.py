@@ -30,7 +30,7 @@ from pagedattn.kernels.row_tiles import key_span, row_tile_count, tokens_of_tile
 from pagedattn.problem import Problem, TensorInfo
 
 ROWS = 64  # query rows, tokens times heads, of a CTA
-BARRIER_BYTES = 2048  # barriers, references and sums of rows, the descriptions of two pieces of work, counts of work
+BARRIER_BYTES = 2304  # barriers, references and sums of rows, the descriptions of two pieces of work, counts of work
 LISTED_BYTES = 3 * WARPGROUP * 20  # what the list of work needs to know of sequences
 
 
