@@ -49,11 +49,11 @@ struct LatentParams {
 
 // What the teams tell each other of the tile in a stage.
 template <LatentSpec S> struct TeamNews {
-  uint64_t copied;                 // a barrier: the tile is there
-  int moves;                       // whether references moved with it
+  uint64_t copied;                   // a barrier: the tile is there
+  int moves;                         // whether references moved with it
   int unused;
-  float shrink[16 * S.row_tiles];  // if so, the factors of what was summed before
-  float row_max[16 * S.row_tiles];  // in the first one, at last: what the weights were made against
+  float shrink[16 * S.row_tiles];    // if so, the factors of what was summed before
+  float row_max[16 * S.row_tiles];   // in the first one, at last: what the weights were made against
 };
 
 // What all threads know of the CTA's work. It lies in shared memory because the teams have no registers left for it.
@@ -63,6 +63,7 @@ struct TeamFacts {
   KeyRange range;
   int splits;
 };
+static_assert(sizeof(TeamFacts) == 64, "latent_decode.py counts them");
 
 template <LatentSpec S> struct Teams {
   using Values = Wide<S.wide()>;
