@@ -150,6 +150,7 @@ struct Shared {
   uint64_t* turn;         // of warpgroup 1 to multiply with keys
   uint64_t* sums;         // of a work, of both warpgroups
   uint32_t* unmapped;     // [2] bit i: block i of the tile has nothing to see
+  uint32_t* moved;        // [2] whether some reference of a tile is a new one
   float* reference;       // [2][64] that the weights in a tile are relative to
   float* sum;             // [2 works][2][64] of each warpgroup's weights
   uint32_t* spoilt;       // [2 works][2][kConsumerWarps] bit i: row i of the warp's sixteen
@@ -174,7 +175,8 @@ struct Shared {
     turn = weights + 2;
     sums = turn + 1;
     unmapped = reinterpret_cast<uint32_t*>(sums + 1);
-    reference = reinterpret_cast<float*>(unmapped + 2);
+    moved = unmapped + 2;
+    reference = reinterpret_cast<float*>(moved + 2);
     sum = reference + 2 * kWarpgroupRows;
     spoilt = reinterpret_cast<uint32_t*>(sum + 4 * kWarpgroupRows);
     ranks = reinterpret_cast<int*>(spoilt + 4 * kConsumerWarps);
@@ -676,7 +678,9 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     const bool moved = weigh(scores, rows, factor, rescale);
     pack_weights<Io>(weights, scores);
 
-    ptx::named_barrier_sync(kTile + kOwn, kWarpgroup);  // no warp of the warpgroup still multiplies with the rope channels
+    // No warp of the warpgroup still multiplies with the rope channels after this, and all of them know whether a reference has moved.
+    const bool any_moved = ptx::named_barrier_any(kTile + kOwn, kWarpgroup, moved);
+    if (threadIdx.x % kWarpgroup == 0) shared.moved[kOwn] = any_moved;
     Vector16* s_weights = reinterpret_cast<Vector16*>(tile_of(kOwn)) + threadIdx.x % kWarpgroup;
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
@@ -692,9 +696,10 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     return moved;
   }
 
-  // Takes the weights of the other warpgroup's tile, and their reference. Returns whether that is a new one.
+  // Takes the weights of the other warpgroup's tile, and their references. Returns whether any row of the tile has a new one: the same
+  // in all warps, because products, and waits for them, are for the whole warpgroup.
   template <int kOwn>
-  __device__ __forceinline__ bool receive(uint32_t (&weights)[kTileKeys / 16][4], float (&reference)[2], const RowPair& rows) {
+  __device__ __forceinline__ bool receive(uint32_t (&weights)[kTileKeys / 16][4], float (&reference)[2]) {
     ptx::mbarrier_wait(shared.weights + 1 - kOwn, other_parity);
     const Vector16* s_weights = reinterpret_cast<const Vector16*>(tile_of(1 - kOwn)) + threadIdx.x % kWarpgroup;
 #pragma unroll
@@ -705,10 +710,11 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) reference[half] = shared.reference[(1 - kOwn) * kWarpgroupRows + row(half)];
+    const bool moved = __any_sync(kFullWarp, shared.moved[1 - kOwn] != 0);
     ptx::mbarrier_arrive(shared.empty + (1 - kOwn) * kPieces + kRope);  // every thread, because every one has read
     wait_piece(1 - kOwn, kOtherHalf, other_parity);  // long there, but its bytes have to be visible here too
     other_parity ^= 1;
-    return __any_sync(kFullWarp, reference[0] != rows.reference[0] || reference[1] != rows.reference[1]);
+    return moved;
   }
 
   // Takes over the reference of weights that were received. No product may be writing acc.
@@ -763,7 +769,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       release(0, kOwnHalf);
       if (i + 1 >= tile_count) break;
 
-      if (receive<0>(weights, reference, rows)) adopt(reference, acc, rows);
+      if (receive<0>(weights, reference)) adopt(reference, acc, rows);
       multiply_values<0>(acc, weights, 1);
       if (i + 2 >= tile_count) {
         ptx::wgmma_wait<0>();
@@ -786,7 +792,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       begin_scores<1>(scores, i);
       continue_scores<1>(scores);
       // Written twice, because acc may only be touched while no product at all is on its way.
-      if (receive<1>(weights, reference, rows)) {
+      if (receive<1>(weights, reference)) {
         ptx::wgmma_wait<0>();
         ptx::hold(scores);
         adopt(reference, acc, rows);
@@ -807,7 +813,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       release(1, kOwnHalf);
     }
     if (tile_count % 2 != 0) {
-      if (receive<1>(weights, reference, rows)) adopt(reference, acc, rows);
+      if (receive<1>(weights, reference)) adopt(reference, acc, rows);
       multiply_values<1>(acc, weights, 0);
       ptx::wgmma_wait<0>();
       ptx::hold(acc);
