@@ -50,8 +50,8 @@ struct LatentParams {
 // What the teams tell each other of the tile in a stage.
 template <LatentSpec S> struct TeamNews {
   uint64_t copied;                   // a barrier: the tile is there
+  uint64_t weighed;                  // another one, an arrival of each thread of the score team: so is all that follows from its keys
   int moves;                         // whether references moved with it
-  int unused;
   float shrink[16 * S.row_tiles];    // if so, the factors of what was summed before
   float row_max[16 * S.row_tiles];   // in the first one, at last: what the weights were made against
 };
@@ -70,10 +70,9 @@ template <LatentSpec S> struct Teams {
   static constexpr int kValueThreads = Values::kThreads;
   static constexpr int kScoreThreads = S.score_warps * kWarpSize;
   static constexpr int kThreads = kValueThreads + kScoreThreads;
-  // Named barriers: of each team, and, one for each stage, of both.
+  // Named barriers of each team.
   static constexpr int kScores = 1;
   static constexpr int kSums = 2;
-  static constexpr int kWeighed = 3;
   using ValueTeam = Team<kSums, kValueThreads>;
   using ScoreTeam = Team<kScores, kScoreThreads>;
 
@@ -138,7 +137,7 @@ __device__ __forceinline__ void weigh_keys(const LatentParams& p, float factor) 
 #pragma unroll
     for (int own = 0; own < D::kLaneRows; ++own) store_weights<W>(scores, rows, own, Wide<S.wide()>::s_probabilities(i % S.stages));
     if (threadIdx.x == T::kValueThreads) news.moves = moves;
-    ptx::named_barrier_arrive(T::kWeighed + i % S.stages, T::kThreads);
+    ptx::mbarrier_arrive(&news.weighed);
   }
 
   T::ScoreTeam::sync();  // nobody reads the maxima any more
@@ -173,7 +172,8 @@ __device__ __forceinline__ void sum_values(WideSums<S.wide()>& sums, typename Wi
 
   for (int i = 0; i < tiles.count; ++i) {
     TeamNews<S>& news = T::news(i);
-    ptx::named_barrier_sync(T::kWeighed + i % S.stages, T::kThreads);
+    ptx::mbarrier_wait(&news.weighed, i / S.stages % 2);  // compute-sanitizer loses its way after named barriers at which some only arrive
+    __syncwarp();  // named barriers, which are for whole warps, follow
     if (news.moves) {
       float shrink[D::kLaneRows];
 #pragma unroll
@@ -264,7 +264,10 @@ __global__ void __launch_bounds__(Teams<S>::kThreads, 1) latent_decode(const __g
     sum_rows(rows);
     write_rows(rows, sums, p, tile, plan.count);
   } else {
-    if (threadIdx.x < S.stages) ptx::mbarrier_init(&Teams<S>::news(threadIdx.x).copied, Teams<S>::kValueThreads);
+    if (threadIdx.x < S.stages) {
+      ptx::mbarrier_init(&Teams<S>::news(threadIdx.x).copied, Teams<S>::kValueThreads);
+      ptx::mbarrier_init(&Teams<S>::news(threadIdx.x).weighed, Teams<S>::kScoreThreads);
+    }
     if (threadIdx.x == 0) Teams<S>::facts() = {tile, keys, range, plan.count};
     __syncthreads();  // the queries are visible, the barriers and the facts
     if (Teams<S>::has_scores()) {

@@ -92,7 +92,7 @@ constexpr int kUnmappedTiles = 8;              // tiles that are being loaded or
 constexpr int kOutputStride = kValueSize + 4;  // floats, so that four rows start in different banks
 
 // Named barriers: of all that compute, of all workers, of each softmax.
-enum Barrier { kNone, kQueries, kAllWorkers, kOwn };
+enum Barrier { kNone, kAllWorkers, kOwn };
 
 // One piece of work.
 struct Work {
@@ -185,6 +185,7 @@ template <LatentRowsSm90Spec S> struct Shared {
   uint64_t* used;      // [kTeamBuffers], an arrival of each warp of the workers: they are used up
   uint64_t* attended;  // an arrival of each thread of the workers and the scorer: it reads ring and queries no more
   uint64_t* put;       // an arrival of each thread of the workers: what it has summed up is there
+  uint64_t* loaded;    // the same: its share of the queries is visible to the tensor cores, and all that it tells of the work to the threads
   uint32_t* unmapped;  // [kUnmappedTiles] bit i: part i of the tile has nothing to see
 
   __device__ __forceinline__ Shared() {
@@ -199,7 +200,8 @@ template <LatentRowsSm90Spec S> struct Shared {
     used = ready + kTeamBuffers;
     attended = used + kTeamBuffers;
     put = attended + 1;
-    unmapped = reinterpret_cast<uint32_t*>(put + 1);
+    loaded = put + 1;
+    unmapped = reinterpret_cast<uint32_t*>(loaded + 1);
   }
 
   // What a team has summed up of a row, when all are done.
@@ -1107,6 +1109,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
     }
     ptx::mbarrier_init(shared.attended, F::kWorkerThreads + F::kScorerThreads);
     ptx::mbarrier_init(shared.put, F::kWorkerThreads);
+    ptx::mbarrier_init(shared.loaded, F::kWorkerThreads);
     ptx::mbarrier_init_fence();
     for (uint32_t& rows : shared.rows->spoilt) rows = 0;
   }
@@ -1127,7 +1130,8 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
     if constexpr (F::kHasScorer) {
       ptx::decrease_registers<kScorerRegisters>();
       ptx::wait_for_previous_kernel();  // which may write a bias
-      ptx::named_barrier_sync(kQueries, F::kWorkerThreads + F::kScorerThreads);
+      ptx::mbarrier_wait(shared.loaded, 0);  // not a named barrier, which has to be at one place of the code for all
+      __syncwarp();  // named barriers, which are for whole warps, may follow
       Worker<S> scorer(p, shared, work, 0);
       scorer.weigh_tiles(work.tile_count);
       scorer.put_sums();
@@ -1145,8 +1149,9 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
     ptx::wait_for_previous_kernel();  // which may write the query
     load_queries<S>(p, shared, work.tile);
     ptx::fence_async_proxy();
-    // The queries are visible to the tensor cores, all else to the threads.
-    ptx::named_barrier_sync(kQueries, F::kWorkerThreads + F::kScorerThreads);
+    ptx::mbarrier_arrive(shared.loaded);
+    ptx::mbarrier_wait(shared.loaded, 0);
+    __syncwarp();  // named barriers, which are for whole warps, may follow
     Worker<S> worker(p, shared, work, warp / kWorkerWarps);
     worker.attend(work.tile_count);
     worker.merge();

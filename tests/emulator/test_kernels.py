@@ -117,7 +117,7 @@ NEEDED = [
     ("include/pagedattn/wide_attention.cuh", "__syncthreads();  // the partial sums", "dense"),
     ("kernels/latent_decode.cu", "ptx::mbarrier_wait(&news.copied", "latent many heads"),
     ("kernels/latent_decode.cu", "T::ScoreTeam::sync();  // the maxima of every", "latent many heads"),
-    ("kernels/latent_decode.cu", "ptx::named_barrier_sync(T::kWeighed", "latent many heads"),
+    ("kernels/latent_decode.cu", "ptx::mbarrier_wait(&news.weighed", "latent many heads"),
     ("kernels/latent_decode.cu", "T::ValueTeam::sync();  // nobody reads the tile", "latent many heads"),
     ("kernels/latent_decode.cu", "__syncthreads();  // the queries are visible, the barriers", "latent many heads"),
     ("kernels/latent_decode.cu", "__syncthreads();  // the sums of the weights", "latent many heads"),
