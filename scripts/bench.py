@@ -147,8 +147,8 @@ WORKLOADS = {
         replace(M2, name="M4c", cache="float8e4m3fn", quant="PER_CHANNEL"),
         replace(M1, name="M5", cache="float8e4m3fn", quant="PER_TENSOR"),
         Workload("M6", batch(1, 6144, 2048), 128, 1, 576, 512, page=64),
-        *(replace(w, name=f"{w.name}_sm80", sm80=True) for w in (P1, P2, P4, M1, M2)),
         replace(M1, name="M7", sequences=tuple((n - 1, 1) for n in heavy_tail(64, 64 * 4096, 7))),
+        *(replace(w, name=f"{w.name}_sm80", sm80=True) for w in (P1, P2, P4, M1, M2)),
     )
 }
 
