@@ -112,9 +112,11 @@ RAGGED = (3856, 961, 3477, 723, 1684, 1164, 987, 3422, 1488, 2820, 3100, 2494, 3
 D1 = Workload("D1", batch(64, 8191), 64, 8, 128)
 P1 = Workload("P1", batch(1, 0, 8192), 64, 8, 128)
 P2 = Workload("P2", batch(4, 6144, 2048), 64, 8, 128)
+P3 = replace(P1, name="P3", sequences=tuple((0, n) for n in RAGGED))
 P4 = replace(P1, name="P4", head_size=64)
 M1 = Workload("M1", batch(64, 4095), 128, 1, 576, 512, page=64)
 M2 = Workload("M2", batch(64, 8191), 16, 1, 576, 512, page=64)
+M3 = Workload("M3", batch(128, 4094, 2), 128, 1, 576, 512, page=64)
 
 WORKLOADS = {
     w.name: w
@@ -132,7 +134,7 @@ WORKLOADS = {
         replace(D1, name="D9", sequences=batch(64, 8188, 4), note="4 new tokens a sequence"),
         P1,
         P2,
-        replace(P1, name="P3", sequences=tuple((0, n) for n in RAGGED)),
+        P3,
         P4,
         replace(P2, name="P5", cache="float8e4m3fn", quant="PER_TENSOR"),
         replace(P2, name="P6", cache="int8", quant="PER_TENSOR"),
@@ -142,13 +144,13 @@ WORKLOADS = {
         replace(P1, name="P8d", sequences=batch(62, 8191)),
         M1,
         M2,
-        Workload("M3", batch(128, 4094, 2), 128, 1, 576, 512, page=64),
+        M3,
         replace(M2, name="M4", cache="float8e4m3fn", quant="PER_TENSOR"),
         replace(M2, name="M4c", cache="float8e4m3fn", quant="PER_CHANNEL"),
         replace(M1, name="M5", cache="float8e4m3fn", quant="PER_TENSOR"),
         Workload("M6", batch(1, 6144, 2048), 128, 1, 576, 512, page=64),
         replace(M1, name="M7", sequences=tuple((n - 1, 1) for n in heavy_tail(64, 64 * 4096, 7))),
-        *(replace(w, name=f"{w.name}_sm80", sm80=True) for w in (P1, P2, P4, M1, M2)),
+        *(replace(w, name=f"{w.name}_sm80", sm80=True) for w in (P1, P2, P4, M1, M2, P3, M3)),
     )
 }
 
