@@ -427,7 +427,7 @@ def starts() -> dict[str, Any]:
     return row
 
 
-def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool) -> dict[str, Any]:
+def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool, ceilings: dict[str, Any]) -> dict[str, Any]:
     """Check and time one workload."""
     for module in (flash_prefill, latent_mla):
         module.FORCE_SM80 = workload.sm80
@@ -457,7 +457,7 @@ def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool) -> d
     power, clock = gpu.state()
     eager_us = statistics.median(gpu.timed(calls, repeats, ahead_ms=10.0) for _ in range(3))
     host_us = statistics.median(gpu.host_time(calls, 20) for _ in range(5))
-    return {
+    row = {
         "workload": workload.name,
         "backend": chosen,
         "dtype": "bfloat16",
@@ -473,6 +473,10 @@ def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool) -> d
         "power_w": power,
         "sm_mhz": clock,
     }
+    of_read, product = row["kv_gbps"] / ceilings["read_gbps"], ceilings["matmul_tflops"]
+    bound_by_memory = (workload.is_decode and not workload.is_latent) or not product
+    row["pct_of_ceiling"] = 100 * (of_read if bound_by_memory else max(of_read, row["tflops"] / product))
+    return row
 
 
 def results(names: list[str], page: int | None, backend: str | None, quick: bool) -> Iterator[dict[str, Any]]:
@@ -482,27 +486,20 @@ def results(names: list[str], page: int | None, backend: str | None, quick: bool
     gpu = Gpu()
     read, product = gpu.read_ceiling(), gpu.matmul_ceiling()
     cupy.get_default_memory_pool().free_all_blocks()
-    yield {
+    ceilings = {
         "workload": "ceilings",
         "read_gbps": read,
         "matmul_tflops_burst": product and product[0],
         "matmul_tflops": product and product[1],
     }
+    yield ceilings
     for name in names:
         workload = None if name == START else replace(WORKLOADS[name], page=page or WORKLOADS[name].page)
         try:
-            row = measure(workload, gpu, backend, quick) if workload else starts()
+            row = measure(workload, gpu, backend, quick, ceilings) if workload else starts()
         except Exception as error:
-            yield {"workload": name, "page": workload and workload.page, "error": f"{type(error).__name__}: {error}"}
-        else:
-            if workload:
-                bound_by_memory = workload.is_decode and not workload.is_latent
-                row["pct_of_ceiling"] = 100 * (
-                    row["kv_gbps"] / read
-                    if bound_by_memory or not product
-                    else max(row["kv_gbps"] / read, row["tflops"] / product[1])
-                )
-            yield row
+            row = {"workload": name, "page": workload and workload.page, "error": f"{type(error).__name__}: {error}"}
+        yield row
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
 
