@@ -148,6 +148,7 @@ __device__ __forceinline__ void weigh_keys(const LatentParams& p, float factor) 
     D::s_stats()[D::column() * D::kRows + D::row(own)] = sum;
     if (D::column() == 0) T::news(0).row_max[D::row(own)] = rows.state[own].row_max;
   }
+  ptx::mbarrier_arrive(&T::news(tiles.count).weighed);  // as if there were one more tile
 }
 
 // The value team's part: copies the tiles, and sums their values with the probabilities that the score team leaves.
@@ -188,6 +189,8 @@ __device__ __forceinline__ void sum_values(WideSums<S.wide()>& sums, typename Wi
     tiles.issue(i + S.stages);
     arrive(i);
   }
+  ptx::mbarrier_wait(&T::news(tiles.count).weighed, tiles.count / S.stages % 2);  // the sums of the weights and the references are there
+  __syncwarp();
 }
 
 // Writes the lane's rows: the output, or, of one of several splits, its part.
@@ -272,11 +275,9 @@ __global__ void __launch_bounds__(Teams<S>::kThreads, 1) latent_decode(const __g
     __syncthreads();  // the queries are visible, the barriers and the facts
     if (Teams<S>::has_scores()) {
       weigh_keys<S>(p, factor);
-    } else {
-      sum_values<S>(sums, tiles, p);
+      return;
     }
-    __syncthreads();  // the sums of the weights and the references are visible
-    if (Teams<S>::has_scores()) return;
+    sum_values<S>(sums, tiles, p);
 #pragma unroll
     for (int own = 0; own < D::kLaneRows; ++own) {
       rows.state[own] = {Teams<S>::news(0).row_max[D::row(own)], total_of_row<S.scores()>(D::row(own))};

@@ -120,7 +120,7 @@ NEEDED = [
     ("kernels/latent_decode.cu", "ptx::mbarrier_wait(&news.weighed", "latent many heads"),
     ("kernels/latent_decode.cu", "T::ValueTeam::sync();  // nobody reads the tile", "latent many heads"),
     ("kernels/latent_decode.cu", "__syncthreads();  // the queries are visible, the barriers", "latent many heads"),
-    ("kernels/latent_decode.cu", "__syncthreads();  // the sums of the weights", "latent many heads"),
+    ("kernels/latent_decode.cu", "ptx::mbarrier_wait(&T::news(tiles.count)", "latent many heads"),
 ]
 
 
