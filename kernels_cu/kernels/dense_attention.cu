@@ -8,6 +8,7 @@
 // Invariants
 //   Every row of every token is written, the padding tokens' too.
 //   output_qk is computed in a second pass, from the same scores: probabilities need the final sums.
+#include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/wide_attention.cuh>
 
 struct DenseSpec {
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(Wide<S.wide()>::kThreads, 1) dense_attention(c
   const int first_head = kv_head * p.group_size;
   const RowTile tile =
       find_row_tile(p.sequences, static_cast<int>(blockIdx.x), D::kRows, p.group_size, capacity_of(p.blocks));
+  ptx::wait_for_previous_kernel();  // which writes the cache, and maybe the query
   if (tile.rows == 0) return;
   const TileKeys keys = keys_of_tokens(p.sequences, p.rules, tile.sequence, tile.first_token, tile.last_token());
   if (keys.some.end <= keys.some.begin) {

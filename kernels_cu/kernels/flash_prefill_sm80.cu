@@ -18,6 +18,7 @@
 //   row_max of a row is at most kSlack below its maximum, and at least where it was when acc was scaled last.
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/hidden_values.cuh>
+#include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/ptx/opaque.cuh>
 #include <pagedattn/query_tile.cuh>
 #include <pagedattn/row_tiles.cuh>
@@ -198,6 +199,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) flash_prefill_sm8
   // The last tiles of a sequence see the most keys: starting with them leaves the short ones to fill the gaps.
   const RowTile tile = find_row_tile(p.sequences, static_cast<int>(gridDim.x - 1 - blockIdx.x), D::kRows, p.group_size,
                                      capacity_of(p.blocks));
+  ptx::wait_for_previous_kernel();  // which writes the cache, and maybe the query
   if (tile.rows == 0) return;
   const TileKeys keys = keys_of_tokens(p.sequences, p.rules, tile.sequence, tile.first_token, tile.last_token());
   if (keys.some.end <= keys.some.begin) {

@@ -12,6 +12,7 @@
 // Invariants
 //   Splits are planned for a row tile, from the keys that any of its tokens admits; combine_splits plans the same way.
 //   Rows that no token of the tile admits are zeros in shared memory, and are never read.
+#include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/wide_attention.cuh>
 
 struct LatentSpec {
@@ -234,6 +235,8 @@ __global__ void __launch_bounds__(Teams<S>::kThreads, 1) latent_decode(const __g
   const int split = static_cast<int>(blockIdx.x % p.partials.split_count);
   const RowTile tile = find_row_tile(p.sequences, static_cast<int>(blockIdx.x / p.partials.split_count), D::kRows,
                                      p.out.num_heads, capacity_of(p.blocks));
+  ptx::let_next_kernel_start();
+  ptx::wait_for_previous_kernel();  // which writes the cache, and maybe the query
   if (tile.rows == 0) return;
   const TileKeys keys = keys_of_tokens(p.sequences, p.rules, tile.sequence, tile.first_token, tile.last_token());
   const SplitPlan plan = plan_splits(p.partials, keys.some);

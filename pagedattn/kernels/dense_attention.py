@@ -118,7 +118,7 @@ def grid(
     return row_tile_count(token_count, batch_size, group_size, spec.tile_rows), kv_num_heads, 1
 
 
-KERNEL = Kernel("dense_attention", DenseSpec, PARAMS, threads, shared_bytes)
+KERNEL = Kernel("dense_attention", DenseSpec, PARAMS, threads, shared_bytes, waits_itself=True)
 
 
 def launch(

@@ -98,7 +98,7 @@ def grid(
     return row_tile_count(token_count, batch_size, group_size, spec.tile_rows), kv_num_heads, 1
 
 
-KERNEL = Kernel("flash_prefill_sm80", FlashSpec, PARAMS, threads, shared_bytes)
+KERNEL = Kernel("flash_prefill_sm80", FlashSpec, PARAMS, threads, shared_bytes, waits_itself=True)
 
 
 def launch(

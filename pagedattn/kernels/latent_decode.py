@@ -119,7 +119,7 @@ def grid(spec: LatentSpec, token_count: int, batch_size: int, num_heads: int, sp
     return tiles * split_count, 1, 1
 
 
-KERNEL = Kernel("latent_decode", LatentSpec, PARAMS, threads, shared_bytes)
+KERNEL = Kernel("latent_decode", LatentSpec, PARAMS, threads, shared_bytes, waits_itself=True)
 
 
 def launch(
