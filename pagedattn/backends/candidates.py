@@ -1,27 +1,22 @@
-"""A plan with several kernels for one problem: the first that can read a call's arrays attends."""
+"""A plan with up to two kernels for one problem: the better one attends where it can read a call's arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.prologue import Prologue, Rows, aligned
+from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.problem import Problem
 
 
 class Candidate(Protocol):
-    """A kernel that attends, with what it needs around it: `combine_splits` where rows may have several splits.
+    """A kernel that attends, with what it needs around it."""
 
-    Attributes
-    ----------
-    zero_count : int
-        Counters at the start of its workspace; the prologue sets them to 0.
-    """
-
-    zero_count: int
-    workspace_bytes: int
+    @property
+    def splits(self) -> SplitPlan | None:
+        """What its workspace is for, if it may split the keys of a token."""
 
     def load(self) -> None:
         """Load the kernels that it launches and that were not loaded as it was made; called once, ahead of launches."""
@@ -34,20 +29,23 @@ class Candidate(Protocol):
 
 
 class CandidatePlan:
-    """The prologue, and the first of ``candidates`` that can read a call's arrays; the last one can read any.
+    """The prologue, and ``better``, a kernel that is not for every array, or ``general``, which is.
 
-    The first one is loaded with the plan. The others may never be needed, and are loaded when a call's arrays ask for
-    one; an executor refuses that within a graph capture.
+    The one that comes first is loaded with the plan. The other one may never be needed, and is loaded when a call's
+    arrays ask for it; an executor refuses that within a graph capture.
     """
 
-    def __init__(self, problem: Problem, executor: Executor[Function], candidates: Sequence[Candidate]) -> None:
+    def __init__(
+        self, problem: Problem, executor: Executor[Function], better: Candidate | None, general: Candidate
+    ) -> None:
         self.problem = problem
-        self.candidates = candidates
-        self.prologue = Prologue(problem, executor, max(candidate.zero_count for candidate in candidates))
+        self.better, self.general = better, general
+        splits = [candidate.splits for candidate in (better, general) if candidate and candidate.splits]
+        self.prologue = Prologue(problem, executor, max((plan.zero_count for plan in splits), default=0))
         self._attention_at = aligned(self.prologue.workspace_bytes)
-        self.workspace_bytes = self._attention_at + max(candidate.workspace_bytes for candidate in candidates)
+        self.workspace_bytes = self._attention_at + max((plan.workspace_bytes for plan in splits), default=0)
         self._loaded: set[Candidate] = set()
-        self._load(candidates[0])
+        self._load(better or general)
 
     def _load(self, candidate: Candidate) -> None:
         if candidate not in self._loaded:
@@ -59,7 +57,8 @@ class CandidatePlan:
         shared = Shared(self.problem, tensors)
         at = workspace + self._attention_at
         query = self.prologue.query(tensors, workspace)
-        first = next(candidate for candidate in self.candidates if candidate.why_not_tensors(query, tensors) is None)
-        self._load(first)
-        attention = first.launches(query, tensors, shared, at)
+        fits = self.better is not None and self.better.why_not_tensors(query, tensors) is None
+        chosen = self.better if self.better and fits else self.general
+        self._load(chosen)
+        attention = chosen.launches(query, tensors, shared, at)
         return [self.prologue.launch(tensors, shared, workspace, at), *attention]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pagedattn.backends.arguments import Shared, Tensors
-from pagedattn.backends.candidates import Candidate, CandidatePlan
-from pagedattn.backends.prologue import Rows, aligned
+from pagedattn.backends.candidates import CandidatePlan
+from pagedattn.backends.prologue import Rows
 from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import decode_heads_sm90, decode_split_kv
-from pagedattn.kernels.layouts import MERGED_SPLITS, ceil_div
 from pagedattn.kernels.row_tiles import key_span, row_bound
 from pagedattn.problem import Problem
 
@@ -20,11 +19,8 @@ FORCE_HEADS: bool | None = None
 
 def plan(problem: Problem, executor: Executor[Function]) -> CandidatePlan:
     """Plan a problem; see `pagedattn.backends.base`."""
-    candidates: list[Candidate] = []
-    if _pays_by_heads(problem, executor):
-        candidates.append(_ByHeads(problem, executor))
-    candidates.append(_General(problem, executor))
-    return CandidatePlan(problem, executor, candidates)
+    better = _ByHeads(problem, executor) if _pays_by_heads(problem, executor) else None
+    return CandidatePlan(problem, executor, better, _General(problem, executor))
 
 
 def _tokens_share_keys(problem: Problem) -> bool:
@@ -60,36 +56,32 @@ class _ByHeads:
         self.works = p.token_count * p.kv_num_heads // kernel.HEADS  # CTAs of a split
         span = key_span(p, 1)
         size = kernel.split_size(span, max(1, self.works), executor.multiprocessors)
-        self.splits = SplitPlan(p, executor, span, size, starts_at_0=not p.has_window)
-        self.runs = ceil_div(self.splits.count, MERGED_SPLITS)  # of splits that the kernel merges itself
-        self.zero_count = p.token_count * self.runs * p.kv_num_heads * (self.splits.count > 1)
-        self._partials_at = aligned(4 * self.zero_count)
-        self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
+        heads = p.token_count * p.kv_num_heads
+        self.splits = SplitPlan(p, executor, span, size, starts_at_0=not p.has_window, counters=heads, in_runs=True)
 
     def load(self) -> None:
         self.function = self.executor.load(decode_heads_sm90.KERNEL, self.spec)
-        if self.runs > 1:
-            self.splits.load()
+        self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return decode_heads_sm90.why_not_tensors(tensors, query)
 
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         kernel = decode_heads_sm90
-        partials = self.splits.partials(workspace + self._partials_at)
+        partials = self.splits.partials(workspace)
         packed = kernel.PARAMS.pack(
             query=query.pointer,
             query_stride=query.stride,
             **shared.of(kernel.PARAMS),
             partials=partials,
-            finished=workspace if self.zero_count else None,
+            finished=self.splits.finished(workspace),
             group_size=self.problem.group_size,
             head_tiles=self.problem.kv_num_heads // kernel.HEADS,
             query_is_new=query.pointer != tensors["query"].pointer,
         )
         grid = (self.works * self.splits.count, 1, 1)
         attention = Launch(self.function, grid, kernel.threads(self.spec), kernel.shared_bytes(self.spec), packed)
-        return [attention] if self.runs == 1 else [attention, *self.splits.combine(shared, partials, MERGED_SPLITS)]
+        return [attention, *self.splits.combine(shared, partials)]
 
 
 class _General:
@@ -116,17 +108,18 @@ class _General:
         self.head_tiles = p.kv_num_heads * kernel.row_chunks(self.spec, p.group_size)
         size = kernel.split_size(span, max(1, p.token_count) * self.head_tiles, executor.multiprocessors)
         self.splits = SplitPlan(
-            p, executor, span, size, self.spec.tile_rows if shares_tokens else 0, starts_at_0=not p.has_window
+            p,
+            executor,
+            span,
+            size,
+            tile_rows=self.spec.tile_rows if shares_tokens else 0,
+            starts_at_0=not p.has_window,
+            counters=row_tiles * self.head_tiles,
         )
-        self.merges = 1 < self.splits.count <= MERGED_SPLITS
-        self.zero_count = row_tiles * self.head_tiles * self.merges
-        self._partials_at = aligned(4 * self.zero_count)
-        self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
 
     def load(self) -> None:
         self.function = self.executor.load(decode_split_kv.KERNEL, self.spec)
-        if not self.merges:
-            self.splits.load()
+        self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return None
@@ -134,13 +127,13 @@ class _General:
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         p = self.problem
         kernel = decode_split_kv
-        partials = self.splits.partials(workspace + self._partials_at)
+        partials = self.splits.partials(workspace)
         packed = kernel.PARAMS.pack(
             query=query.pointer,
             query_stride=query.stride,
             **shared.of(kernel.PARAMS),
             partials=partials,
-            finished=workspace if self.merges else None,
+            finished=self.splits.finished(workspace),
             group_size=p.group_size,
             row_chunks=kernel.row_chunks(self.spec, p.group_size),
             head_tiles=self.head_tiles,
@@ -155,4 +148,4 @@ class _General:
             p.group_size,
             packed,
         )
-        return [attention] if self.merges else [attention, *self.splits.combine(shared, partials)]
+        return [attention, *self.splits.combine(shared, partials)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagedattn.backends.arguments import Shared, Tensors
-from pagedattn.backends.candidates import Candidate, CandidatePlan
+from pagedattn.backends.candidates import CandidatePlan
 from pagedattn.backends.prologue import Rows
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import flash_prefill_sm80, flash_prefill_sm90
@@ -21,16 +21,15 @@ def plan(problem: Problem, executor: Executor[Function]) -> CandidatePlan:
     Hopper's kernel reads through the copy engine, which wants rows that start on multiples of 16 bytes, and takes some
     head sizes only; arrays and problems that do not comply take the other one.
     """
-    candidates: list[Candidate] = [_General(problem, executor)]
-    if executor.arch == "sm_90a" and not FORCE_SM80 and flash_prefill_sm90.why_not_problem(problem) is None:
-        candidates.insert(0, _Hopper(problem, executor))
-    return CandidatePlan(problem, executor, candidates)
+    on_hopper = executor.arch == "sm_90a" and not FORCE_SM80 and flash_prefill_sm90.why_not_problem(problem) is None
+    better = _Hopper(problem, executor) if on_hopper else None
+    return CandidatePlan(problem, executor, better, _General(problem, executor))
 
 
 class _Hopper:
     """`flash_prefill_sm90`."""
 
-    zero_count = workspace_bytes = 0
+    splits = None
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         self.kernel = flash_prefill_sm90.Sm90Kernel(problem, executor)
@@ -48,7 +47,7 @@ class _Hopper:
 class _General:
     """`flash_prefill_sm80`, which runs everywhere and on everything."""
 
-    zero_count = workspace_bytes = 0
+    splits = None
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from pagedattn.backends.arguments import Shared, Tensors
-from pagedattn.backends.candidates import Candidate, CandidatePlan
-from pagedattn.backends.prologue import Rows, aligned
+from pagedattn.backends.candidates import CandidatePlan
+from pagedattn.backends.prologue import Rows
 from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.tensor_map import why_not_rows
 from pagedattn.kernels import latent_decode, latent_decode_sm90, latent_rows_sm90
-from pagedattn.kernels.layouts import MERGED_SPLITS, ceil_div
+from pagedattn.kernels.layouts import ceil_div
 from pagedattn.kernels.row_tiles import key_span, row_bound, tokens_of_tile
 from pagedattn.problem import Problem
 
@@ -28,10 +28,8 @@ def plan(problem: Problem, executor: Executor[Function]) -> CandidatePlan:
     """
     kinds = _HOPPER if executor.arch == "sm_90a" and not FORCE_SM80 else ()
     best = next((kind for kind in kinds if kind.is_for(problem)), None)
-    candidates: list[Candidate] = [_General(problem, executor)]
-    if best is not None:
-        candidates.insert(0, best(problem, executor))
-    return CandidatePlan(problem, executor, candidates)
+    better = None if best is None else best(problem, executor)
+    return CandidatePlan(problem, executor, better, _General(problem, executor))
 
 
 class _FewRows:
@@ -45,30 +43,33 @@ class _FewRows:
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         kernel = self.kernel = latent_rows_sm90.LatentRowsKernel(problem, executor)
-        self.splits = SplitPlan(problem, executor, kernel.span, kernel.split_size, kernel.tile_rows, kernel.starts_at_0)
-        self.merges = 1 < self.splits.count <= MERGED_SPLITS
-        self.zero_count = kernel.tiles if self.merges else 0
-        self._partials_at = aligned(4 * self.zero_count)
-        self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
+        self.splits = SplitPlan(
+            problem,
+            executor,
+            kernel.span,
+            kernel.split_size,
+            tile_rows=kernel.tile_rows,
+            starts_at_0=kernel.starts_at_0,
+            counters=kernel.tiles,
+        )
 
     def load(self) -> None:
-        if not self.merges:
-            self.splits.load()
+        self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return why_not_rows(query, (tensors["key_cache"],))
 
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
-        partials = self.splits.partials(workspace + self._partials_at)
+        partials = self.splits.partials(workspace)
         attention = self.kernel.launch(
             query,
             tensors["key_cache"],
             shared,
             partials,
             self.splits.count,
-            workspace if self.merges else None,
+            self.splits.finished(workspace),
         )
-        return [attention] if self.merges else [attention, *self.splits.combine(shared, partials)]
+        return [attention, *self.splits.combine(shared, partials)]
 
 
 class _ManyRows:
@@ -80,11 +81,15 @@ class _ManyRows:
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         kernel = self.kernel = latent_decode_sm90.LatentSm90Kernel(problem, executor)
-        rows = latent_decode_sm90.ROWS
-        self.splits = SplitPlan(problem, executor, kernel.span, kernel.split_size, rows, kernel.starts_at_0)
-        self.zero_count = 1  # the next piece of work
-        self._partials_at = aligned(4 * self.zero_count)
-        self.workspace_bytes = self._partials_at + self.splits.workspace_bytes
+        self.splits = SplitPlan(
+            problem,
+            executor,
+            kernel.span,
+            kernel.split_size,
+            tile_rows=latent_decode_sm90.ROWS,
+            starts_at_0=kernel.starts_at_0,
+            own_counters=1,  # the next piece of work
+        )
 
     def load(self) -> None:
         self.splits.load()
@@ -93,7 +98,7 @@ class _ManyRows:
         return latent_decode_sm90.why_not_tensors(query, tensors["key_cache"], tensors["output"].pointer)
 
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
-        partials = self.splits.partials(workspace + self._partials_at)
+        partials = self.splits.partials(workspace)
         attention = self.kernel.launch(
             query,
             query.pointer != tensors["query"].pointer,
@@ -113,8 +118,6 @@ _HOPPER: tuple[type[_FewRows] | type[_ManyRows], ...] = (_FewRows, _ManyRows)
 class _General:
     """`latent_decode`, which runs everywhere and on everything."""
 
-    zero_count = 0
-
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem
         self.executor = executor
@@ -127,7 +130,6 @@ class _General:
         slots = executor.multiprocessors * latent_decode.resident(self.spec, executor.max_shared_bytes)
         size = latent_decode.split_size(span, tiles, slots)
         self.splits = SplitPlan(p, executor, span, size, self.spec.tile_rows)
-        self.workspace_bytes = self.splits.workspace_bytes
 
     def load(self) -> None:
         self.function = self.executor.load(latent_decode.KERNEL, self.spec)

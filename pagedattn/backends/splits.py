@@ -8,7 +8,7 @@ from pagedattn.backends.arguments import Shared
 from pagedattn.backends.prologue import aligned
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import combine_splits
-from pagedattn.kernels.layouts import PARTIALS, partial_bytes, split_count
+from pagedattn.kernels.layouts import MERGED_SPLITS, PARTIALS, ceil_div, partial_bytes, split_count
 from pagedattn.problem import Problem
 
 # Parts of splits take memory in proportion to tokens and splits; many tokens fill the device without splitting.
@@ -31,6 +31,22 @@ class SplitPlan:
         Rows, tokens times query heads of a group, that are split alike; 0: each token has splits of its own.
     starts_at_0 : bool
         Whether every token's keys start with the first one of its sequence.
+    counters : int
+        Pieces of work whose splits the kernel counts, so that the last one to finish merges up to `MERGED_SPLITS` of
+        them; 0: it merges none.
+    in_runs : bool
+        More splits are merged in runs of `MERGED_SPLITS`, which have a counter each; else none is when there are more.
+    own_counters : int
+        Others, which the kernel wants whatever the splits are.
+
+    Attributes
+    ----------
+    zero_count : int
+        Counters of both kinds at the start of its workspace, its own first; the prologue sets them to 0.
+    workspace_bytes : int
+        Room for counters and parts.
+    parts : int
+        What is left of the splits of a token for `combine_splits`; 1: nothing.
     """
 
     def __init__(
@@ -41,6 +57,9 @@ class SplitPlan:
         size: int,
         tile_rows: int = 0,
         starts_at_0: bool = False,
+        counters: int = 0,
+        in_runs: bool = False,
+        own_counters: int = 0,
     ) -> None:
         p = self.problem = problem
 
@@ -53,22 +72,27 @@ class SplitPlan:
         self.tile_rows = tile_rows
         self.size = size
         self.count = split_count(span, size, starts_at_0)
+        self._run = MERGED_SPLITS if counters and (in_runs or self.count <= MERGED_SPLITS) else 1
+        self.parts = ceil_div(self.count, self._run)
+        self._finished = counters * self.parts if self.count > 1 and self._run > 1 else 0
+        self.zero_count = own_counters + self._finished
         acc_bytes, lse_bytes = part_bytes(size)
-        self._lse_at = aligned(acc_bytes)
+        self._acc_at = aligned(4 * self.zero_count)
+        self._lse_at = self._acc_at + aligned(acc_bytes)
         self.workspace_bytes = self._lse_at + lse_bytes
         self.executor = executor
         self.spec = combine_splits.CombineSpec(p.io_dtype, p.v_head_size)
         self.function: Any = None
 
     def load(self) -> None:
-        """Load the kernel that merges, if there may be something to merge."""
-        if self.count > 1:
+        """Load `combine_splits`, if something may be left for it."""
+        if self.parts > 1:
             self.function = self.executor.load(combine_splits.KERNEL, self.spec)
 
     def partials(self, workspace: int) -> bytes:
         """Where the parts are, for the kernel that makes them and the one that merges them."""
         return PARTIALS.pack(
-            acc=workspace,
+            acc=workspace + self._acc_at,
             lse=workspace + self._lse_at,
             split_size=self.size,
             split_count=self.count,
@@ -76,18 +100,19 @@ class SplitPlan:
             group_size=self.problem.group_size,
         )
 
-    def combine(self, shared: Shared, partials: bytes, run: int = 1) -> list[Launch]:
-        """The launch that merges the parts of every token that has several, if any may; the others are finished.
+    def finished(self, workspace: int) -> int | None:
+        """Where the counters of splits are, if there are any."""
+        return workspace + 4 * (self.zero_count - self._finished) if self._finished else None
 
-        The producer has merged runs of ``run`` splits.
-        """
-        if self.count == 1:
+    def combine(self, shared: Shared, partials: bytes) -> list[Launch]:
+        """The launch that merges the parts of every token that has several, if any may; the others are finished."""
+        if self.parts == 1:
             return []
         p = self.problem
         packed = combine_splits.PARAMS.pack(
             **shared.of(combine_splits.PARAMS),
             partials=partials,
             heads_per_cta=combine_splits.heads_per_cta(p.token_count, p.num_heads),
-            run=run,
+            run=self._run,
         )
         return [combine_splits.launch(self.function, self.spec, p.token_count, p.num_heads, packed)]
