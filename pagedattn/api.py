@@ -100,9 +100,7 @@ class _Prepared:
     executor: Executor[Any] | None
     infos: dict[str, TensorInfo]
     spans: dict[str, tuple[int, int]]
-
-
-_INPUTS = tuple(row.name for row in contract.INPUTS)
+    on_host: bool
 
 
 def _rebuilt(kind: type[PagedAttention], arguments: dict[str, Any]) -> PagedAttention:
@@ -160,6 +158,7 @@ class PagedAttention:
         self.options = coerce_options(backend, checks, max_output_qk_bytes, split_keys)
         self._prepared: _Newest[tuple[Any, ...], _Prepared] = _Newest(MAX_PLANS)
         self._issues: _Newest[tuple[Any, ...], Callable[[], None]] = _Newest(MAX_ADDRESSES)
+        self._latest: tuple[Any, Any] = (None, None)  # of _prepared
         self._arena = Arena()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -191,31 +190,46 @@ class PagedAttention:
         out: Any = None,
     ) -> PagedAttentionResult:
         """Run the operator; inputs and results are those of `paged_attention`."""
-        given = (
-            query,
-            key,
-            value,
-            key_cache,
-            value_cache,
-            cumulative_sequence_length,
-            past_seqlens,
-            block_table,
-            cos_cache,
-            sin_cache,
-            slot_mapping,
-            head_sink,
-            q_norm_weight,
-            k_norm_weight,
-            k_scale,
-            v_scale,
-            attention_metadata,
-            query_positions,
-            attention_bias,
-        )
+        # One by one, because a loop over names and values takes twice the time.
         arrays = {}
-        for name, x in zip(_INPUTS, given):  # noqa: B905  both are the contract's; a loop is the quickest here
-            if x is not None:
-                arrays[name] = x
+        if query is not None:
+            arrays["query"] = query
+        if key is not None:
+            arrays["key"] = key
+        if value is not None:
+            arrays["value"] = value
+        if key_cache is not None:
+            arrays["key_cache"] = key_cache
+        if value_cache is not None:
+            arrays["value_cache"] = value_cache
+        if cumulative_sequence_length is not None:
+            arrays["cumulative_sequence_length"] = cumulative_sequence_length
+        if past_seqlens is not None:
+            arrays["past_seqlens"] = past_seqlens
+        if block_table is not None:
+            arrays["block_table"] = block_table
+        if cos_cache is not None:
+            arrays["cos_cache"] = cos_cache
+        if sin_cache is not None:
+            arrays["sin_cache"] = sin_cache
+        if slot_mapping is not None:
+            arrays["slot_mapping"] = slot_mapping
+        if head_sink is not None:
+            arrays["head_sink"] = head_sink
+        if q_norm_weight is not None:
+            arrays["q_norm_weight"] = q_norm_weight
+        if k_norm_weight is not None:
+            arrays["k_norm_weight"] = k_norm_weight
+        if k_scale is not None:
+            arrays["k_scale"] = k_scale
+        if v_scale is not None:
+            arrays["v_scale"] = v_scale
+        if attention_metadata is not None:
+            arrays["attention_metadata"] = attention_metadata
+        if query_positions is not None:
+            arrays["query_positions"] = query_positions
+        if attention_bias is not None:
+            arrays["attention_bias"] = attention_bias
         return self.execute(arrays, out)
 
     def execute(self, arrays: dict[str, Any], out: Any = None) -> PagedAttentionResult:
@@ -223,12 +237,18 @@ class PagedAttention:
         key_cache, value_cache = arrays.get("key_cache"), arrays.get("value_cache")
         if out is not None:
             arrays["output"] = out
-        prepared, pointers = self._prepare(arrays)
+        backend, checks, debug_info = env.of_call()
+        prepared, pointers = self._prepare(arrays, backend)
         # All that follows happens on query's device, and on the stream that is current for query's library.
-        adapter, query = adapter_of("query", arrays["query"]), arrays["query"]
+        query = arrays["query"]
+        adapter = adapter_of("query", query)
         with prepared.runtime.active(adapter.stream(query)):
-            self._check_values(prepared, arrays)
-            if env.debug_info():
+            wanted = self.options["checks"]
+            if wanted is None:
+                wanted = checks
+            if wanted or prepared.on_host:
+                self._check_values(prepared, arrays, wanted)
+            if debug_info:
                 _print_debug_line(self.name, prepared.problem, prepared.choice)
             results = self._new_results(prepared, arrays, adapter)
             if not prepared.problem.token_count:
@@ -268,7 +288,7 @@ class PagedAttention:
         stream, size = runtime.stream(), plan.workspace_bytes
         own = adapter.scratch(size, query) if size else None
         workspace = own[1] if own is not None else self._arena.reserve(runtime, stream, size)
-        signatures, places = identify(results)
+        signatures, places = identify(results) if results else ([], [])
         key = (prepared, stream, workspace, *pointers, *places, *signatures)
         issue = self._issues.get(key)
         if issue is None:
@@ -305,25 +325,30 @@ class PagedAttention:
             raise InvalidArgumentError(f"{unknown[0]}: expected an input among {', '.join(contract.INPUT_BY_NAME)}.")
         if out is not None:
             arrays["output"] = out
-        prepared, pointers = self._prepare(arrays)
+        prepared, pointers = self._prepare(arrays, env.backend())
         return prepared, self._infos_at(prepared, pointers), arrays["query"]
 
-    def _prepare(self, arrays: dict[str, Any]) -> tuple[_Prepared, list[int]]:
+    def _prepare(self, arrays: dict[str, Any], backend: str | None) -> tuple[_Prepared, list[int]]:
         """Problem, backend and plan of a call, and its addresses; from the second call of a kind on, one look-up.
 
-        attention_metadata is taken out of the arrays: its values are read here, so it may be a new one at every call.
+        ``backend`` is the environment's. attention_metadata is taken out of the arrays: its values are read here, so it
+        may be a new one at every call.
         """
         bounds, metadata = arrays.pop("attention_metadata", None), None
         if bounds is not None:
             bounds = import_foreign("attention_metadata", bounds)
             metadata = _values_of_metadata(bounds)
         signatures, pointers = identify(arrays)
-        backend = self.options["backend"] or env.backend()
+        backend = self.options["backend"] or backend
         kind = (backend, emulated(), metadata, *arrays, *signatures)
-        prepared = None if bounds is not None and metadata is None else self._prepared.get(kind)
-        if prepared is None:
-            infos = _infos(arrays, signatures, pointers)
-            prepared = self._prepared.keep(kind, self._first_of_kind(infos, bounds, metadata, backend, arrays))
+        refused = bounds is not None and metadata is None  # by `validate`, which says why
+        latest, prepared = self._latest
+        if refused or kind != latest:  # the layers of a step are of one kind, and comparing is quicker than hashing
+            prepared = None if refused else self._prepared.get(kind)
+            if prepared is None:
+                infos = _infos(arrays, signatures, pointers)
+                prepared = self._prepared.keep(kind, self._first_of_kind(infos, bounds, metadata, backend, arrays))
+            self._latest = kind, prepared
         return prepared, pointers
 
     def _first_of_kind(
@@ -361,7 +386,8 @@ class PagedAttention:
                 make_plan(problem, recorder)
                 executor.compile_many(recorder.loaded)
             plan = make_plan(problem, executor)
-        return _Prepared(problem, choice, plan, runtime, executor, infos, spans(infos))
+        on_host = problem.device in ("cpu", "emulated")
+        return _Prepared(problem, choice, plan, runtime, executor, infos, spans(infos), on_host)
 
     def _infos_at(self, prepared: _Prepared, pointers: list[int]) -> dict[str, TensorInfo]:
         """Descriptions of the arrays at these addresses, which are no part of a kind and have rules of their own."""
@@ -376,11 +402,8 @@ class PagedAttention:
             raise InvalidArgumentError(message)
         return infos
 
-    def _check_values(self, prepared: _Prepared, arrays: dict[str, Any]) -> None:
-        on_host = prepared.problem.device in ("cpu", "emulated")
-        wanted = env.checks() if self.options["checks"] is None else self.options["checks"]
-        if not wanted and not on_host:
-            return
+    def _check_values(self, prepared: _Prepared, arrays: dict[str, Any], wanted: bool) -> None:
+        """Check all values, or only those that the host can see anyway unless that is ``wanted``."""
         if wanted and prepared.runtime.is_capturing():
             raise PagedAttentionError("checks: expected them off during graph capture, because they read the device.")
         values = {name: adapter_of(name, arrays[name]).to_numpy(arrays[name]) for name in CHECKED if name in arrays}

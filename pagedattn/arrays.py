@@ -19,11 +19,13 @@ import numpy as np
 from pagedattn.dtypes import BY_NAME, FLOAT8E4M3FN, DType, name_of
 from pagedattn.errors import InvalidArgumentError
 from pagedattn.jit import cuda
-from pagedattn.problem import TensorInfo
+from pagedattn.problem import TensorInfo, dense_strides
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # What tells arrays apart but for their addresses: adapter, shape, type, strides and device, as the library has them.
 Signature = tuple[Any, ...]
+# Instead of strides in a signature: those of an array in C order without gaps.
+DENSE = None
 
 
 class Adapter(Protocol):
@@ -64,8 +66,11 @@ class _CupyLike(_Described):
     def info(self, signature: Signature, pointer: int) -> TensorInfo:
         _, shape, dtype, strides, device, writeable = signature
         size = dtype.itemsize or 1
-        elements = tuple([stride // size for stride in strides])
-        exact = all(stride % size == 0 for stride in strides)
+        if strides is DENSE:
+            elements, exact = dense_strides(shape), True
+        else:
+            elements = tuple([stride // size for stride in strides])
+            exact = all(stride % size == 0 for stride in strides)
         name = "cpu" if device is None else f"cuda:{device}"
         return TensorInfo(shape, dtype, name, elements, pointer, writeable, exact)
 
@@ -143,7 +148,9 @@ class CupyAdapter(_CupyLike):
 
     def identify(self, x: Any) -> tuple[Signature, int]:
         data = x.data
-        return (self, x.shape, x.dtype, x.strides, data.device_id, True), data.ptr
+        # CuPy makes a new tuple of the strides each time, and knows already whether they are those of the shape.
+        strides = DENSE if getattr(x, "_c_contiguous", False) else x.strides
+        return (self, x.shape, x.dtype, strides, data.device_id, True), data.ptr
 
     def to_numpy(self, x: Any) -> Array:
         return x.get()  # type: ignore[no-any-return]

@@ -24,13 +24,14 @@ class Variable:
     doc: str
 
     @cached_property
-    def _key(self) -> Any:
+    def key(self) -> Any:
+        """The name as ``os.environ`` stores it."""
         return os.environ.encodekey(self.name)
 
     def _value(self) -> str:
         """``os.environ.get``, but for the two errors that it raises and catches where a variable is not set."""
         stored = getattr(os.environ, "_data", None)
-        if stored is not None and self._key not in stored:
+        if stored is not None and self.key not in stored:
             return ""
         return os.environ.get(self.name, "")
 
@@ -79,6 +80,17 @@ EMULATE = Variable(
 )
 
 TABLE = (CACHE_DIR, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO, BACKEND, EMULATE)
+
+
+_OF_CALL = tuple(row.key for row in (BACKEND, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO))
+
+
+def of_call() -> tuple[str | None, bool, bool]:
+    """`backend`, `checks` and `debug_info`, in one look where none is set."""
+    stored = getattr(os.environ, "_data", None)
+    if stored is not None and stored.keys().isdisjoint(_OF_CALL):
+        return None, False, False
+    return backend(), checks(), debug_info()
 
 
 def cache_dir() -> str | None:

@@ -36,13 +36,18 @@ class TensorInfo(NamedTuple):
         return True
 
 
-def imagined(number: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: str = "cpu") -> TensorInfo:
-    """Array ``number`` of several that do not exist, to be checked like a call's: whole, each in memory of its own."""
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of an array whose elements lie in C order without gaps."""
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
         step *= extent
-    return TensorInfo(shape, dtype, device, tuple(reversed(strides)), (number + 1) << 96, writeable=True)
+    return tuple(reversed(strides))
+
+
+def imagined(number: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: str = "cpu") -> TensorInfo:
+    """Array ``number`` of several that do not exist, to be checked like a call's: whole, each in memory of its own."""
+    return TensorInfo(shape, dtype, device, dense_strides(shape), (number + 1) << 96, writeable=True)
 
 
 @dataclass(frozen=True)

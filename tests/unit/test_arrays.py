@@ -318,6 +318,56 @@ def test_what_is_no_element_type_is_named(name):
         arrays.dtype_named(name)
 
 
+# ---- CuPy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cupy_array():
+    """Makes an array of CuPy over an address of device 0, which nothing reads: no GPU is needed."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is absent")
+    memory = cupy.cuda.UnownedMemory(1 << 44, 1 << 20, None, 0)
+    return lambda shape, strides=None: cupy.ndarray(shape, np.float16, cupy.cuda.MemoryPointer(memory, 512), strides)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "described"),
+    [
+        ((4, 6), None, (6, 1)),
+        ((4, 6), (12, 2), (6, 1)),
+        ((4, 6), (40, 2), (20, 1)),
+        ((4, 6), (2, 8), (1, 4)),
+        ((4, 6), (0, 2), (0, 1)),
+        ((3, 1, 5), (10, 10, 2), (5, 5, 1)),
+        ((7,), (2,), (1,)),
+    ],
+)
+def test_an_array_of_cupy_is_described_by_its_strides(cupy_array, shape, strides, described):
+    x = cupy_array(shape, strides)
+    info = arrays.adapter_of("x", x).describe(x)
+    assert info == (shape, np.dtype(np.float16), "cuda:0", described, (1 << 44) + 512, True, True)
+
+
+def test_strides_of_cupy_that_are_never_stepped_by_make_no_other_kind(cupy_array):
+    one, other = (arrays.adapter_of("x", x).identify(x) for x in (cupy_array((1, 6)), cupy_array((1, 6), (40, 2))))
+    assert one == other
+
+
+def test_strides_of_cupy_inside_an_element_are_seen(cupy_array):
+    x = cupy_array((4, 6), (13, 2))
+    assert not arrays.adapter_of("x", x).describe(x).whole_strides
+
+
+def test_a_shape_that_changes_in_place_is_seen(cupy_array):
+    x = cupy_array((4, 6))
+    adapter = arrays.adapter_of("x", x)
+    before = adapter.identify(x)
+    x.shape = (6, 4)
+    assert adapter.identify(x) != before
+    assert adapter.describe(x).strides == (4, 1)
+    x.shape = (4, 6)
+    assert adapter.identify(x) == before
+
+
 # ---- torch -------------------------------------------------------------------------------------------------------
 
 

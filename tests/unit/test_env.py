@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from pagedattn import InvalidArgumentError, env
@@ -40,6 +42,25 @@ def test_text(monkeypatch):
     monkeypatch.setenv("PAGEDATTN_CACHE_DIR", "")
     assert env.backend() == "numpy"
     assert env.cache_dir() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (None, None, (None, False, False)),
+        ("PAGEDATTN_BACKEND", "numpy", ("numpy", False, False)),
+        ("PAGEDATTN_CHECKS", "1", (None, True, False)),
+        ("PAGEDATTN_DEBUG_INFO", "1", (None, False, True)),
+        ("ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO", "1", (None, False, True)),
+    ],
+)
+@pytest.mark.parametrize("looks", ["at the table of the process", "as others may"])
+def test_what_a_call_asks_for_in_one_look(monkeypatch, name, text, expected, looks):
+    if name is not None:
+        monkeypatch.setenv(name, text)
+    if looks == "as others may":
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert env.of_call() == expected
 
 
 def test_every_variable_has_a_doc_and_a_name_of_its_own():

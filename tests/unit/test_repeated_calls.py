@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pagedattn import Float8View, PagedAttention, api
+from pagedattn import Float8View, PagedAttention, api, contract
 from pagedattn import arrays as arrays_module
 from pagedattn import runtime as runtimes
 from pagedattn.errors import InvalidArgumentError
@@ -31,6 +31,7 @@ class ndarray:
         dense = np.empty(shape, np.int8).strides
         self.strides = tuple(stride * self.dtype.itemsize for stride in dense) if strides is None else strides
         self.data = SimpleNamespace(ptr=pointer, device_id=device)
+        self._c_contiguous = strides is None
 
 
 ndarray.__module__ = "cupy"
@@ -217,10 +218,33 @@ def test_what_differs_in_any_static_fact_is_judged_as_if_it_came_first(device, v
     paged = operator()
     usual = outcome(paged, device, arrays())
     seen = len(validations)
+    for again in (given, given, arrays(), arrays(), given):
+        assert outcome(paged, device, again) == (want if again is given else usual)
+    assert len(validations) == seen + (3 if isinstance(want, str) else 1)
+
+
+def test_the_shape_of_an_array_may_change_in_place(device, validations):
+    paged = operator()
+    given = arrays()
+    paged(**given)
+    given["query"].shape = (6, 128)
     for _ in range(2):
-        assert outcome(paged, device, given) == want
-        assert outcome(paged, device, arrays()) == usual
-    assert len(validations) == seen + (2 if isinstance(want, str) else 1)
+        with pytest.raises(InvalidArgumentError, match="token_count = 6"):
+            paged(**given)
+    given["query"].shape = (3, 256)
+    paged(**given)
+    assert len(validations) == 3
+    assert device.executor.issued[0] == device.executor.issued[1]
+
+
+def test_every_input_of_the_contract_arrives_under_its_name(monkeypatch):
+    monkeypatch.setattr(PagedAttention, "execute", lambda self, arrays, out=None: (arrays, out))
+    given = {row.name: object() for row in contract.INPUTS}
+    out = object()
+    for name in given:
+        one = {name: given[name]}
+        assert operator()(**{"query": None, **one}) == (one, None)
+    assert operator()(*given.values(), out=out) == (given, out)
 
 
 def test_bounds_are_read_at_every_call_and_may_come_in_a_new_array(device, validations):
