@@ -465,7 +465,8 @@ def _values_of_metadata(bounds: Any) -> tuple[int, ...] | None:
 
 
 def _info_of(name: str, x: Any) -> TensorInfo:
-    return _named(name, *adapter_of(name, x).identify(x))
+    (signature,), (pointer,) = identify({name: x})
+    return _named(name, signature, pointer)
 
 
 def _print_debug_line(operator: str, problem: Problem, choice: Choice) -> None:

@@ -31,8 +31,11 @@ DENSE = None
 class Adapter(Protocol):
     """One kind of array."""
 
-    def identify(self, x: Any) -> tuple[Signature, int]:
-        """Signature of an array, which starts with this adapter, and its address; done at every call, so quick."""
+    def identify(self, x: Any, pointers: list[int]) -> Signature:
+        """Signature of an array, which starts with this adapter; its address is added to ``pointers``.
+
+        Done for each array of every call, so it has to be quick, and makes no pair of the two.
+        """
 
     def info(self, signature: Signature, pointer: int) -> TensorInfo:
         """Shape, type, place and address of an array with this signature."""
@@ -57,7 +60,8 @@ class _Described:
     """`describe` of every adapter."""
 
     def describe(self: Adapter, x: Any) -> TensorInfo:
-        return self.info(*self.identify(x))
+        pointers: list[int] = []
+        return self.info(self.identify(x, pointers), *pointers)
 
 
 class _CupyLike(_Described):
@@ -84,8 +88,9 @@ class _CupyLike(_Described):
 class NumpyAdapter(_CupyLike):
     """numpy.ndarray; bfloat16 and float8 through ml_dtypes."""
 
-    def identify(self, x: Array) -> tuple[Signature, int]:
-        return (self, x.shape, x.dtype, x.strides, None, x.flags.writeable), x.ctypes.data
+    def identify(self, x: Array, pointers: list[int]) -> Signature:
+        pointers.append(x.ctypes.data)
+        return self, x.shape, x.dtype, x.strides, None, x.flags.writeable
 
     def to_numpy(self, x: Array) -> Array:
         return x if type(x) is np.ndarray else x.view(np.ndarray)  # a subclass may index in a way of its own
@@ -121,9 +126,8 @@ class Float8View:
 class Float8Adapter(_Described):
     """`Float8View`: everything of the array inside, but for the type."""
 
-    def identify(self, x: Float8View) -> tuple[Signature, int]:
-        signature, pointer = adapter_of("array", x.array).identify(x.array)
-        return (self, signature), pointer
+    def identify(self, x: Float8View, pointers: list[int]) -> Signature:
+        return self, adapter_of("array", x.array).identify(x.array, pointers)
 
     def info(self, signature: Signature, pointer: int) -> TensorInfo:
         inner = signature[1]
@@ -146,11 +150,12 @@ class Float8Adapter(_Described):
 class CupyAdapter(_CupyLike):
     """cupy.ndarray."""
 
-    def identify(self, x: Any) -> tuple[Signature, int]:
+    def identify(self, x: Any, pointers: list[int]) -> Signature:
         data = x.data
+        pointers.append(data.ptr)
         # CuPy makes a new tuple of the strides each time, and knows already whether they are those of the shape.
         strides = DENSE if getattr(x, "_c_contiguous", False) else x.strides
-        return (self, x.shape, x.dtype, strides, data.device_id, True), data.ptr
+        return self, x.shape, x.dtype, strides, data.device_id, True
 
     def to_numpy(self, x: Any) -> Array:
         return x.get()  # type: ignore[no-any-return]
@@ -176,9 +181,10 @@ class TorchAdapter(_Described):
     }
     TORCH_NAMES = {"float16": "float16", "float32": "float32", "bfloat16": "bfloat16"}  # noqa: RUF012
 
-    def identify(self, x: Any) -> tuple[Signature, int]:
+    def identify(self, x: Any, pointers: list[int]) -> Signature:
+        pointers.append(x.data_ptr())
         device = x.get_device() if x.is_cuda else x.device  # a number is quicker to compare
-        return (self, x.shape, x.dtype, x.stride(), device), x.data_ptr()
+        return self, x.shape, x.dtype, x.stride(), device
 
     def info(self, signature: Signature, pointer: int) -> TensorInfo:
         _, shape, torch_dtype, strides, device = signature
@@ -272,15 +278,14 @@ def identify(arrays: dict[str, Any]) -> tuple[list[Signature], list[int]]:
 
     A foreign array is replaced by a view of a library that is known.
     """
-    signatures, pointers = [], []
+    signatures: list[Signature] = []
+    pointers: list[int] = []
     for name, x in arrays.items():
         adapter = _ADAPTERS.get(type(x))
         if adapter is None:
             arrays[name] = x = import_foreign(name, x)
             adapter = adapter_of(name, x)
-        signature, pointer = adapter.identify(x)
-        signatures.append(signature)
-        pointers.append(pointer)
+        signatures.append(adapter.identify(x, pointers))
     return signatures, pointers
 
 
