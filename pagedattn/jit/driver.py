@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from pagedattn.errors import MissingDependencyError, PagedAttentionError
@@ -74,9 +75,14 @@ class ReadyLaunch:
         Handle of the stream.
     overlaps : bool
         Start it before the kernel ahead has ended; the kernel waits by itself.
+
+    Attributes
+    ----------
+    issue : callable
+        Issues it and returns an error code, `refusal` of which says what it means; the kernel's device is current.
     """
 
-    __slots__ = ("_config", "_name", "_params", "arguments", "launch")
+    __slots__ = ("_config", "_name", "_params", "issue")
 
     def __init__(
         self,
@@ -93,24 +99,23 @@ class ReadyLaunch:
         self._params = ctypes.create_string_buffer(params, len(params))
         attributes = ctypes.pointer(_OVERLAP) if overlaps else None
         self._config = _Config(grid, (block, 1, 1), shared_bytes, stream, attributes, 1 if overlaps else 0)
-        self.launch = function("cuLaunchKernelEx")
-        # Arguments that ctypes need not convert at each call; the driver has copied the parameters when it returns.
-        self.arguments = (
+        # Arguments that ctypes need not convert at each call, which is one of C alone; the driver has copied the
+        # parameters when it returns.
+        self.issue: Callable[[], int] = functools.partial(
+            function("cuLaunchKernelEx"),
             ctypes.byref(self._config),
             ctypes.c_void_p(kernel),
             (ctypes.c_void_p * 1)(ctypes.addressof(self._params)),
             None,
         )
 
-    def __call__(self) -> None:
-        """Issue it; the kernel's device is current."""
-        status = self.launch(*self.arguments)
-        if status:
-            config = self._config
-            raise PagedAttentionError(
-                f"{self._name}: the driver refused to launch {tuple(config.grid)} CTAs of {config.block[0]} threads "
-                f"with {config.shared_bytes} bytes of shared memory: {error_text(status)}"
-            )
+    def refusal(self, status: int) -> PagedAttentionError:
+        """What to raise for an error code."""
+        config = self._config
+        return PagedAttentionError(
+            f"{self._name}: the driver refused to launch {tuple(config.grid)} CTAs of {config.block[0]} threads "
+            f"with {config.shared_bytes} bytes of shared memory: {error_text(status)}"
+        )
 
 
 def error_text(status: int) -> str:

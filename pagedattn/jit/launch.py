@@ -203,7 +203,9 @@ class CudaExecutor:
 
         def issue() -> None:
             for launch, _ in ready:
-                launch()
+                status = launch.issue()
+                if status:
+                    raise launch.refusal(status)
 
         return issue
 
