@@ -237,18 +237,18 @@ class PagedAttention:
         key_cache, value_cache = arrays.get("key_cache"), arrays.get("value_cache")
         if out is not None:
             arrays["output"] = out
-        backend, checks, debug_info = env.of_call()
-        prepared, pointers = self._prepare(arrays, backend)
+        environment = env.concerns_calls()
+        prepared, pointers = self._prepare(arrays, env.backend() if environment else None)
         # All that follows happens on query's device, and on the stream that is current for query's library.
         query = arrays["query"]
         adapter = adapter_of("query", query)
         with prepared.runtime.active(adapter.stream(query)):
             wanted = self.options["checks"]
             if wanted is None:
-                wanted = checks
+                wanted = environment and env.checks()
             if wanted or prepared.on_host:
                 self._check_values(prepared, arrays, wanted)
-            if debug_info:
+            if environment and env.debug_info():
                 _print_debug_line(self.name, prepared.problem, prepared.choice)
             results = self._new_results(prepared, arrays, adapter)
             if not prepared.problem.token_count:

@@ -26,7 +26,7 @@ class Variable:
     @cached_property
     def key(self) -> Any:
         """The name as ``os.environ`` stores it."""
-        return os.environ.encodekey(self.name)
+        return getattr(os.environ, "encodekey", str)(self.name)
 
     def _value(self) -> str:
         """``os.environ.get``, but for the two errors that it raises and catches where a variable is not set."""
@@ -80,17 +80,13 @@ EMULATE = Variable(
 )
 
 TABLE = (CACHE_DIR, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO, BACKEND, EMULATE)
+_OF_CALLS = tuple(row.key for row in (BACKEND, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO))
 
 
-_OF_CALL = tuple(row.key for row in (BACKEND, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO))
-
-
-def of_call() -> tuple[str | None, bool, bool]:
-    """`backend`, `checks` and `debug_info`, in one look where none is set."""
+def concerns_calls() -> bool:
+    """Whether a variable is there that `backend`, `checks` or `debug_info` reads: one look that spares those."""
     stored = getattr(os.environ, "_data", None)
-    if stored is not None and stored.keys().isdisjoint(_OF_CALL):
-        return None, False, False
-    return backend(), checks(), debug_info()
+    return stored is None or not stored.keys().isdisjoint(_OF_CALLS)
 
 
 def cache_dir() -> str | None:

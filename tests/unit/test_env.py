@@ -44,23 +44,19 @@ def test_text(monkeypatch):
     assert env.cache_dir() is None
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        (None, None, (None, False, False)),
-        ("PAGEDATTN_BACKEND", "numpy", ("numpy", False, False)),
-        ("PAGEDATTN_CHECKS", "1", (None, True, False)),
-        ("PAGEDATTN_DEBUG_INFO", "1", (None, False, True)),
-        ("ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO", "1", (None, False, True)),
-    ],
-)
-@pytest.mark.parametrize("looks", ["at the table of the process", "as others may"])
-def test_what_a_call_asks_for_in_one_look(monkeypatch, name, text, expected, looks):
-    if name is not None:
-        monkeypatch.setenv(name, text)
-    if looks == "as others may":
-        monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert env.of_call() == expected
+@pytest.mark.parametrize("read", [env.backend, env.checks, env.debug_info])
+def test_what_no_call_reads_concerns_none_and_what_one_reads_does(monkeypatch, read):
+    for variable in env.TABLE:
+        assert not env.concerns_calls()
+        monkeypatch.setenv(variable.name, "1")
+        assert env.concerns_calls() or not read()
+        monkeypatch.delenv(variable.name)
+
+
+def test_an_environment_that_is_none_of_pythons_is_asked_each_time(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PAGEDATTN_CHECKS": "1"})
+    assert env.concerns_calls()
+    assert env.checks()
 
 
 def test_every_variable_has_a_doc_and_a_name_of_its_own():
