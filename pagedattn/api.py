@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -260,7 +261,10 @@ class PagedAttention:
             else:
                 self._launch(prepared, prepared.executor, pointers, adapter, query, results)
         output = results["output"] if out is None else out
-        return PagedAttentionResult(output, key_cache, value_cache, results.get("output_qk"), results.get("lse"))
+        # What a NamedTuple's own constructor does, in half the time.
+        return tuple.__new__(
+            PagedAttentionResult, (output, key_cache, value_cache, results.get("output_qk"), results.get("lse"))
+        )
 
     def _new_results(self, prepared: _Prepared, arrays: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
         """Arrays by name for the results that are wanted and that the caller brought none for."""
@@ -287,11 +291,13 @@ class PagedAttention:
         plan, runtime = prepared.plan, prepared.runtime
         stream, size = runtime.stream(), plan.workspace_bytes
         own = adapter.scratch(size, query) if size else None
-        workspace = own[1] if own is not None else self._arena.reserve(runtime, stream, size)
+        # The arena keeps what a thread once got for a stream, so those launches need not ask it again.
+        place = threading.get_ident() if own is None else own[1]
         signatures, places = identify(results) if results else ([], [])
-        key = (prepared, stream, workspace, *pointers, *places, *signatures)
+        key = (prepared, stream, place, *pointers, *places, *signatures)
         issue = self._issues.get(key)
         if issue is None:
+            workspace = self._arena.reserve(runtime, stream, size) if own is None else place
             infos = {**self._infos_at(prepared, pointers), **_infos(results, signatures, places)}
             issue = self._issues.keep(key, executor.prepare(plan.launches(infos, workspace), stream))
         issue()

@@ -14,7 +14,7 @@ class Arena:
 
     Work on one stream runs in order, so its calls may share a buffer; work on two streams does not, so each stream has
     its own. So has each thread: the launches of two threads' calls on one stream come in any order. A captured graph
-    keeps the address: a buffer that was outgrown stays alive for the graphs that hold it.
+    keeps the address, and so do launches that are kept: a buffer that was outgrown stays alive for them.
     """
 
     def __init__(self) -> None:

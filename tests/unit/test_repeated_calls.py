@@ -370,6 +370,19 @@ def test_launches_belong_to_a_stream(device):
     assert device.executor.issued[0][1] != device.executor.issued[1][1]  # each stream has a workspace of its own
 
 
+def test_launches_keep_their_workspace_when_another_call_has_outgrown_it(device):
+    paged = operator()
+    more = arrays(1 << 46, query=ndarray(1 << 47, (300, 256)), out=ndarray(1 << 48, (300, 256)))
+    more.update(key=ndarray(1 << 49, (300, 128)), value=ndarray(1 << 50, (300, 128)))
+    for given in (arrays(), more, arrays(), arrays(1 << 45)):
+        paged(**given)
+    small, _, again, other = (launches for _, launches in device.executor.issued)
+    assert again is small
+    assert len(device.executor.prepared) == 3
+    assert other[1].params[:8] != small[1].params[:8]  # a new set of addresses takes the newest workspace
+    assert len(paged._arena._outgrown) == 1  # and the one before is there
+
+
 def test_what_is_kept_is_bounded(device, validations, monkeypatch):
     monkeypatch.setattr(api, "MAX_ADDRESSES", 4)
     monkeypatch.setattr(api, "MAX_PLANS", 2)
