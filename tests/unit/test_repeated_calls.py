@@ -383,6 +383,19 @@ def test_launches_keep_their_workspace_when_another_call_has_outgrown_it(device)
     assert len(paged._arena._outgrown) == 1  # and the one before is there
 
 
+def test_a_library_that_gives_its_own_workspace_may_give_another_one_at_each_call(device, monkeypatch):
+    given = iter([1 << 51, 1 << 52, 1 << 51])
+    monkeypatch.setattr(arrays_module.CupyAdapter, "scratch", lambda self, size, like: (object(), next(given)))
+    paged = operator()
+    for _ in range(3):
+        paged(**arrays())
+    first, second, third = (launches for _, launches in device.executor.issued)
+    for launches, address in ((first, 1 << 51), (second, 1 << 52)):
+        assert launches[1].params[:8] == address.to_bytes(8, "little")  # the query that attention reads
+    assert third is first
+    assert not paged._arena._buffers
+
+
 def test_what_is_kept_is_bounded(device, validations, monkeypatch):
     monkeypatch.setattr(api, "MAX_ADDRESSES", 4)
     monkeypatch.setattr(api, "MAX_PLANS", 2)
