@@ -316,7 +316,7 @@ class PagedAttention:
         imagined = {"output": rows, "lse": rows, "output_qk": rows._replace(shape=(0, 0, problem.max_kv_len_bound))}
         with prepared.runtime.active(adapter_of("query", query).stream(query)):  # kernels may be loaded, as in a call
             launches = prepared.plan.launches({**imagined, **infos}, 1 << 21)
-        kernels = (launch.function.name.partition("<")[0] for launch in launches if 0 not in launch.grid)
+        kernels = (launch.stem for launch in launches if 0 not in launch.grid)
         return replace(prepared.choice, kernels=tuple(kernels))
 
     def problem_of(self, **inputs: Any) -> Problem:

@@ -103,7 +103,7 @@ class Api:
     def __init__(self) -> None:
         module = cupy()
         self.device = module.cuda.Device
-        self._current_stream = module.cuda.get_current_stream
+        self.current_stream = module.cuda.get_current_stream  # the calling thread's, of the current device
         self._module = importlib.import_module("cupy.cuda.function").Module
         self._driver = importlib.import_module("cupy_backends.cuda.api.driver")
         self._runtime = importlib.import_module("cupy_backends.cuda.api.runtime")
@@ -135,14 +135,6 @@ class Api:
     def allow_shared_bytes(self, function: int, size: int) -> None:
         """Raise the limit of a function's dynamic shared memory."""
         self._driver.funcSetAttribute(function, self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
-
-    def current_stream(self) -> int:
-        """Handle of the calling thread's current stream of the current device."""
-        return int(self._current_stream().ptr)
-
-    def is_capturing(self) -> bool:
-        """Whether that stream records a graph."""
-        return bool(self._current_stream().is_capturing())
 
 
 @functools.cache

@@ -50,6 +50,11 @@ class Launch(NamedTuple):
     shared_bytes: int
     params: bytes
 
+    @property
+    def stem(self) -> str:
+        """Name of the kernel, without its Spec."""
+        return str(self.function.name).partition("<")[0]
+
 
 Compilation = tuple["Kernel[Any]", Spec]
 
@@ -160,7 +165,7 @@ class CudaExecutor:
         """Return the kernel for this Spec, compiled and loaded; see :meth:`Executor.load`."""
         function = self._functions.get((kernel, spec))
         if function is None:
-            if self._api.is_capturing():
+            if self._api.current_stream().is_capturing():
                 raise PagedAttentionError(
                     f"graph capture: {kernel.stem} was not loaded before the capture began, and these arrays need it; "
                     "run the same call once on this stream first, with arrays that are aligned alike."
@@ -214,7 +219,7 @@ class CudaExecutor:
     ) -> None:
         """Issue one launch to the device's current stream."""
         with self._api.device(self.device_id):
-            self.prepare([Launch(function, grid, block, shared_bytes, params)], self._api.current_stream())()
+            self.prepare([Launch(function, grid, block, shared_bytes, params)], int(self._api.current_stream().ptr))()
 
 
 def _ready(launch: Launch, stream: int, overlaps: bool) -> driver.ReadyLaunch:

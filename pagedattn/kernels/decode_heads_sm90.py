@@ -78,7 +78,7 @@ def threads(spec: DecodeHeadsSm90Spec) -> int:
 
 
 def unit_bytes(spec: DecodeHeadsSm90Spec) -> int:
-    """Rows of a unit of the ring."""
+    """Bytes of a unit of the ring."""
     return spec.unit_keys * spec.heads * spec.head_size * spec.cache.bits // 8
 
 

@@ -191,7 +191,6 @@ class LatentSm90Kernel:
             half_map=latent_sm90.cache_map(self.problem, cache, VALUE_SIZE // 2 // CHANNELS),
             rope_map=latent_sm90.cache_map(self.problem, cache, 1),
             query_map=self._query_map(query),
-            key_cache=shared.key_cache,
             query=query[0],
             query_stride=query[1],
             query_box=self.query_box,
@@ -199,10 +198,7 @@ class LatentSm90Kernel:
             query_is_new=query_is_new,
             reads_once=self.reads_once,
             next_work=next_work,
-            sequences=shared.sequences,
-            blocks=shared.blocks,
-            rules=shared.rules,
-            out=shared.out,
+            **shared.of(PARAMS),
             partials=partials,
         )
         shape = grid(self.tiles, split_count, self.executor.multiprocessors, self.spec.ctas)

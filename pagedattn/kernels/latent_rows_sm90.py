@@ -161,16 +161,12 @@ class LatentRowsKernel:
         """
         packed = PARAMS.pack(
             cache_map=latent_sm90.cache_map(self.problem, cache, SLOT_GROUPS, promoted_bytes=128),
-            key_cache=shared.key_cache,
             query=query[0],
             query_stride=query[1],
             tile_count=self.tiles,
             tiles_of_token=self.tiles_of_token,
             finished=finished,
-            sequences=shared.sequences,
-            blocks=shared.blocks,
-            rules=shared.rules,
-            out=shared.out,
+            **shared.of(PARAMS),
             partials=partials,
         )
         grid = (self.tiles * split_count, 1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pagedattn.dtypes import DType
-from pagedattn.jit.params import f32, i32, i64, params, ptr
+from pagedattn.jit.params import Layout, f32, i32, i64, params, ptr
 
 SEQUENCE_TABLE = params(
     "SequenceTable",
@@ -69,14 +69,10 @@ OUTPUT = params(
 
 
 class PackedStructs(Protocol):
-    """What every attention kernel takes, packed."""
+    """What attention kernels take, packed: sequences, blocks, key_cache, value_cache, rules and out."""
 
-    sequences: bytes
-    blocks: bytes
-    key_cache: bytes
-    value_cache: bytes
-    rules: bytes
-    out: bytes
+    def of(self, params: Layout) -> dict[str, bytes]:
+        """Those that a kernel's Params has."""
 
 
 NO_CACHE = KV_CACHE.pack(

@@ -156,7 +156,7 @@ class Target:
 
         def prepare(launches: Iterable[Launch], stream: int, really: Any = executor.prepare) -> Any:
             launches = list(launches)
-            launched.update(launch.function.name.partition("<")[0] for launch in launches if 0 not in launch.grid)
+            launched.update(launch.stem for launch in launches if 0 not in launch.grid)
             return really(launches, stream)
 
         with pytest.MonkeyPatch.context() as patch:

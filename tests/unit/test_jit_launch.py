@@ -28,7 +28,7 @@ class FakeApi(cuda.Api):
     def __init__(self):
         self.calls = []
         self._thread = threading.local()
-        self._current_stream = lambda: SimpleNamespace(ptr=100 + self.current, is_capturing=lambda: self.capturing)
+        self.current_stream = lambda: SimpleNamespace(ptr=100 + self.current, is_capturing=lambda: self.capturing)
         self.capturing = False
         self.version = 12030
         self.status = 0
