@@ -83,7 +83,6 @@ constexpr int kQueryBytes = kGroups * kQueryGroupBytes;
 constexpr int kRopeBytes = kTileKeys * kRowBytes;
 constexpr int kHalfBytes = kHalfGroups * kRopeBytes;
 constexpr int kTileBytes = kRopeBytes + 2 * kHalfBytes;
-constexpr int kSteps = kGroupChannels / 16;  // of a product over the channels of a group
 constexpr int kScores = kTileKeys / 2;       // of a thread
 constexpr int kOutputs = kValueSize / 2 / 2;
 constexpr int kConsumerThreads = 2 * kWarpgroup;
@@ -571,19 +570,21 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     if (i + 2 >= tile_count && threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(shared.query_empty);
   }
 
+  // An operand that starts `offset` bytes into a warpgroup's tile: added to one descriptor, which takes fewer instructions than one
+  // of each address.
+  __device__ __forceinline__ uint64_t operand_of_tile(int warpgroup, int offset, int leading, int stride) const {
+    const uint64_t tiles = ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(shared.tiles), leading, stride);
+    return ptx::descriptor_at(tiles, warpgroup * kTileBytes + offset);
+  }
+
   // Products of the queries with a channel group of the own tile.
   __device__ __forceinline__ void multiply_keys(float (&scores)[kScores], uint64_t keys, int group, bool accumulate) const {
-    const uint64_t query =
-        ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(shared.query) + group * kQueryGroupBytes, 16, kAtomBytes);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::wgmma<Io, false>(scores, ptx::descriptor_at(query, 32 * step), ptx::descriptor_at(keys, 32 * step), accumulate || step != 0);
-    }
+    const uint64_t query = ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(shared.query), 16, kAtomBytes);
+    ptx::wgmma_4<Io>(scores, ptx::descriptor_at(query, group * kQueryGroupBytes), keys, accumulate);
   }
   template <int kOwn>
   __device__ __forceinline__ void multiply_key_half(float (&scores)[kScores], int half) const {
-    const uint64_t keys =
-        ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(tile_of(kOwn)) + half_offset(half), 16, kHalfGroups * kAtomBytes);
+    const uint64_t keys = operand_of_tile(kOwn, half_offset(half), 16, kHalfGroups * kAtomBytes);
 #pragma unroll
     for (int group = 0; group < kHalfGroups; ++group) {
       multiply_keys(scores, ptx::descriptor_at(keys, group * kAtomBytes), half * kHalfGroups + group, true);
@@ -598,7 +599,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     wait_piece(kOwn, kOwnHalf, own_parity);
     clear_outside<kOwn>(i);
     ptx::wgmma_fence();
-    multiply_keys(scores, ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(tile_of(kOwn)), 16, kAtomBytes), kRopeGroup, false);
+    multiply_keys(scores, operand_of_tile(kOwn, 0, 16, kAtomBytes), kRopeGroup, false);
     multiply_key_half<kOwn>(scores, kOwn);
   }
   template <int kOwn>
@@ -617,17 +618,26 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     if (begin <= 0 && end >= kTileKeys) return;
     wait_piece(kOwn, kOtherHalf, own_parity);
     unsigned char* s_tile = tile_of(kOwn);
-    const auto clear = [&](unsigned char* s_piece, int groups) {
-      for (int v = threadIdx.x % kWarpgroup; v < kTileKeys * groups * kRowBytes / 16; v += kWarpgroup) {
-        const int key = v * 16 / (groups * kAtomBytes) * 8 + v * 16 / kRowBytes % 8;
-        if (key < begin || key >= end) *reinterpret_cast<Vector16*>(s_piece + 16 * v) = Vector16{};
-      }
-    };
-    clear(s_tile, 1);
-    clear(s_tile + half_offset(0), kHalfGroups);
-    clear(s_tile + half_offset(1), kHalfGroups);
+    // A warp has every fourth key, a lane 16 bytes of a channel group in each half.
+    const int group = threadIdx.x % kWarpSize / 8;
+    static_assert(8 * kHalfGroups == kWarpSize);
+#pragma unroll 1
+    for (int key = threadIdx.x % kWarpgroup / kWarpSize; key < kTileKeys; key += kConsumerWarps) {
+      if (key >= begin && key < end) continue;
+      unsigned char* s_row = s_tile + key % 8 * kRowBytes + threadIdx.x % 8 * 16;
+      if (group == 0) *reinterpret_cast<Vector16*>(s_row + key / 8 * kAtomBytes) = Vector16{};
+      unsigned char* s_half_row = s_row + (key / 8 * kHalfGroups + group) * kAtomBytes;
+      *reinterpret_cast<Vector16*>(s_half_row + half_offset(0)) = Vector16{};
+      *reinterpret_cast<Vector16*>(s_half_row + half_offset(1)) = Vector16{};
+    }
     ptx::fence_async_proxy();
     ptx::named_barrier_sync(kTile + kOwn, kWarpgroup);  // the zeros are there for the whole warpgroup
+  }
+
+  // A bit for each key of a tile before number `end`.
+  __device__ __forceinline__ static uint64_t bits_below(int end) {
+    static_assert(kTileKeys == 64);
+    return end <= 0 ? 0 : end >= kTileKeys ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
   }
 
   template <int kOwn>
@@ -640,12 +650,21 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     }
     if (__all_sync(kFullWarp, whole)) return;
     unmapped = __shfl_sync(kFullWarp, unmapped, 0);
-    const int shift = 31 - __clz(min_of(p.blocks.block_size, kTileKeys));
-    const int first = 2 * (threadIdx.x % 4);
+    const int block_keys = min_of(p.blocks.block_size, kTileKeys);
+    uint64_t mapped = ~uint64_t{0};
+#pragma unroll 1
+    for (int key = 0; unmapped != 0; key += block_keys, unmapped >>= 1) {
+      if (unmapped & 1u) mapped &= ~(bits_below(block_keys) << key);
+    }
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int key = first + i / 4 * 8 + i % 2;
-      if (!admitted[i / 2 % 2].contains(tile_key + key) || (unmapped >> (key >> shift) & 1u) != 0) scores[i] = negative_infinity();
+    for (int half = 0; half < 2; ++half) {
+      const uint64_t seen = mapped & bits_below(admitted[half].end - tile_key) & ~bits_below(admitted[half].begin - tile_key);
+      const uint64_t own_seen = seen >> (2 * (threadIdx.x % 4));
+#pragma unroll
+      for (int i = 2 * half; i < kScores; i += 4) {
+        if ((own_seen >> (2 * i - 4 * half) & 1u) == 0) scores[i] = negative_infinity();
+        if ((own_seen >> (2 * i - 4 * half + 1) & 1u) == 0) scores[i + 1] = negative_infinity();
+      }
     }
   }
 
@@ -733,14 +752,10 @@ template <LatentDecodeSm90Spec S> struct Consumer {
   template <int kOwn>
   __device__ __forceinline__ void multiply_values(float (&acc)[kOutputs], const uint32_t (&weights)[kTileKeys / 16][4], int warpgroup) const {
     constexpr int kEightKeysBytes = kHalfGroups * kAtomBytes;
-    const uint64_t values =
-        ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(tile_of(warpgroup)) + half_offset(kOwn), kAtomBytes, kEightKeysBytes);
+    const uint64_t values = operand_of_tile(warpgroup, half_offset(kOwn), kAtomBytes, kEightKeysBytes);
     ptx::hold(acc);
     ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kTileKeys / 16; ++step) {
-      ptx::wgmma<Io, true>(acc, weights[step], ptx::descriptor_at(values, step * 2 * kEightKeysBytes), 1);
-    }
+    ptx::wgmma_4<Io>(acc, weights, values, 2 * kEightKeysBytes);
     ptx::wgmma_commit();
   }
 
@@ -824,8 +839,11 @@ template <LatentDecodeSm90Spec S> struct Consumer {
   __device__ __forceinline__ int stage() const { return static_cast<int>(work - shared.work); }
   __device__ __forceinline__ uint32_t* spoilt_rows() const { return shared.spoilt + stage() * 2 * kConsumerWarps; }
 
+  // Whether rows may have taken in what they hide: of a pair of row tiles, all rows admit the same keys.
+  __device__ __forceinline__ bool differs() const { return S.ctas == 1 && work->differs; }
+
   // What this warpgroup has of the rows: its half of the channels.
-  __device__ __forceinline__ void write(const float (&acc)[kOutputs], const RowPair& rows) const {
+  __device__ __forceinline__ void write(float (&acc)[kOutputs], const RowPair& rows) const {
     float* s_sum = shared.sum + stage() * 2 * kWarpgroupRows;  // the other warpgroup may still read the last work's
     float sum[2];
 #pragma unroll
@@ -833,7 +851,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       sum[half] = group_sum<4>(rows.sum[half]);
       if (threadIdx.x % 4 == 0) s_sum[own() * kWarpgroupRows + row(half)] = sum[half];
     }
-    if (work->differs) {
+    if (differs()) {
       uint32_t spoilt = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -845,13 +863,19 @@ template <LatentDecodeSm90Spec S> struct Consumer {
     }
     ptx::mbarrier_arrive(shared.sums);
     ptx::mbarrier_wait(shared.sums, stage());  // both have written their sums, against the same references
+    float lse[2];
+    float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       SoftmaxState state;
       if (rows.reference[half] != negative_infinity()) state.row_max = rows.reference[half] * score_factor();
       state.row_sum = s_sum[row(half)] + s_sum[kWarpgroupRows + row(half)];
-      const float lse = lse_of(state);
-      const float factor = lse == negative_infinity() ? 0.0f : 1.0f / state.row_sum;
+      lse[half] = lse_of(state);
+      factor[half] = lse[half] == negative_infinity() ? 0.0f : 1.0f / state.row_sum;
+    }
+    scale_rows(acc, factor);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       const bool exists = row(half) < work->tile.rows;
       const bool writes_lse = exists && own() == 0 && threadIdx.x % 4 == 0;
       const bool is_pair = S.ctas == 2;  // of row tiles, which are of one token
@@ -859,24 +883,22 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       const int head = is_pair ? work->tile.first_head + row(half) : work->tile.head_in_group(row(half));
       if (work->split_count <= 1) {
         Io* g_row = output_row<Io>(p.out, token, head, kValueSize) + own() * (kValueSize / 2);
-        if (writes_lse) store_lse(p.out, token, head, kLn2 * lse);
+        if (writes_lse) store_lse(p.out, token, head, kLn2 * lse[half]);
 #pragma unroll
         for (int n = 0; n < kOutputs / 4; n += 4) {
           uint32_t word[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            word[i] = ptx::pack_2<Io>(acc[4 * (n + i) + 2 * half] * factor, acc[4 * (n + i) + 2 * half + 1] * factor);
-          }
+          for (int i = 0; i < 4; ++i) word[i] = ptx::pack_2<Io>(acc[4 * (n + i) + 2 * half], acc[4 * (n + i) + 2 * half + 1]);
           transpose_4(word);  // eight neighbouring channels of n-tile n + t
           if (exists) *reinterpret_cast<Vector16*>(g_row + 8 * (n + threadIdx.x % 4)) = Vector16{{word[0], word[1], word[2], word[3]}};
         }
       } else if (exists) {
         const int64_t at = partial_row(p.partials, token, work->split, p.out.num_heads, head);
         float* g_row = p.partials.acc + at * partial_width(kValueSize) + own() * (kValueSize / 2) + 2 * (threadIdx.x % 4);
-        if (writes_lse) p.partials.lse[at] = lse;
+        if (writes_lse) p.partials.lse[at] = lse[half];
 #pragma unroll
         for (int n = 0; n < kOutputs / 4; ++n) {
-          *reinterpret_cast<float2*>(g_row + 8 * n) = {acc[4 * n + 2 * half] * factor, acc[4 * n + 2 * half + 1] * factor};
+          *reinterpret_cast<float2*>(g_row + 8 * n) = {acc[4 * n + 2 * half], acc[4 * n + 2 * half + 1]};
         }
       }
     }
@@ -893,7 +915,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
       for (int half = 0; half < 2; ++half) {
         // Where no token hides what another one admits, all rows have the keys of the work.
         admitted[half] = row(half) >= work->tile.rows ? KeyRange{0, 0} : work->keys;
-        if (S.ctas == 1 && work->differs) admitted[half] = keys_of_row(work->tile, row(half), p.sequences, p.rules, work->keys);
+        if (differs()) admitted[half] = keys_of_row(work->tile, row(half), p.sequences, p.rules, work->keys);
       }
       float acc[kOutputs];
 #pragma unroll
@@ -909,7 +931,7 @@ template <LatentDecodeSm90Spec S> struct Consumer {
         }
       }
       write(acc, rows);
-      if (work->differs) {
+      if (differs()) {
         ptx::named_barrier_sync(kConsumers, kConsumerThreads);  // both have written their rows
         repair<S>(p, *work, spoilt_rows());
         __syncwarp();  // or the compiler writes all that follows twice

@@ -26,6 +26,7 @@ MODELS = [
     Model(new_tokens=48),
     Model(new_tokens=48, head_size=128, window=70),
     Model(new_tokens=48, head_size=128, cache="float8e4m3fn"),
+    Model(num_heads=128, kv_num_heads=1, head_size=576, v_head_size=512),
 ]
 
 

@@ -164,6 +164,48 @@ __device__ __forceinline__ void wgmma(float (&c)[kCount], const uint32_t (&a)[4]
   }
 }
 
+// Four products, one after the other along k, in one statement: a compiler takes its time for each list of operands.
+#define PAGEDATTN_WGMMA_STEP(N, TYPE, COUNT, A, B, P, T) \
+  "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" PAGEDATTN_D##COUNT "}, " A ", %" B ", " P ", 1, 1, " T ";\n"
+#define PAGEDATTN_WGMMA_4_SS(TYPE)                                                                                  \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %40, 0;\n"                                                           \
+               PAGEDATTN_WGMMA_STEP("64", TYPE, 32, "%32", "33", "p", "0, 0")                                        \
+               PAGEDATTN_WGMMA_STEP("64", TYPE, 32, "%34", "35", "1", "0, 0")                                        \
+               PAGEDATTN_WGMMA_STEP("64", TYPE, 32, "%36", "37", "1", "0, 0")                                        \
+               PAGEDATTN_WGMMA_STEP("64", TYPE, 32, "%38", "39", "1", "0, 0") "}"                                    \
+               : PAGEDATTN_C32(c)                                                                                    \
+               : "l"(a), "l"(b), "l"(descriptor_at(a, 32)), "l"(descriptor_at(b, 32)), "l"(descriptor_at(a, 64)),    \
+                 "l"(descriptor_at(b, 64)), "l"(descriptor_at(a, 96)), "l"(descriptor_at(b, 96)), "r"(accumulate))
+#define PAGEDATTN_WGMMA_4_RS(TYPE)                                                                                  \
+  asm volatile("{\n"                                                                                                \
+               PAGEDATTN_WGMMA_STEP("256", TYPE, 128, "{%128, %129, %130, %131}", "144", "1", "1")                   \
+               PAGEDATTN_WGMMA_STEP("256", TYPE, 128, "{%132, %133, %134, %135}", "145", "1", "1")                   \
+               PAGEDATTN_WGMMA_STEP("256", TYPE, 128, "{%136, %137, %138, %139}", "146", "1", "1")                   \
+               PAGEDATTN_WGMMA_STEP("256", TYPE, 128, "{%140, %141, %142, %143}", "147", "1", "1") "}"               \
+               : PAGEDATTN_C128(c)                                                                                   \
+               : "r"(a[0][0]), "r"(a[0][1]), "r"(a[0][2]), "r"(a[0][3]), "r"(a[1][0]), "r"(a[1][1]), "r"(a[1][2]),   \
+                 "r"(a[1][3]), "r"(a[2][0]), "r"(a[2][1]), "r"(a[2][2]), "r"(a[2][3]), "r"(a[3][0]), "r"(a[3][1]),   \
+                 "r"(a[3][2]), "r"(a[3][3]), "l"(b), "l"(descriptor_at(b, step)), "l"(descriptor_at(b, 2 * step)),   \
+                 "l"(descriptor_at(b, 3 * step)))
+
+// 64 x 64 sums over the 64 channels of rows of 128 bytes, both operands K-major in shared memory.
+template <class T> __device__ __forceinline__ void wgmma_4(float (&c)[32], uint64_t a, uint64_t b, int accumulate) {
+  if constexpr (is_same<T, __half>) {
+    PAGEDATTN_WGMMA_4_SS("f16");
+  } else {
+    PAGEDATTN_WGMMA_4_SS("bf16");
+  }
+}
+
+// 64 x 256 sums, added to c: A in registers, B MN-major, `step` bytes from 16 of k to the next 16.
+template <class T> __device__ __forceinline__ void wgmma_4(float (&c)[128], const uint32_t (&a)[4][4], uint64_t b, int step) {
+  if constexpr (is_same<T, __half>) {
+    PAGEDATTN_WGMMA_4_RS("f16");
+  } else {
+    PAGEDATTN_WGMMA_4_RS("bf16");
+  }
+}
+
 #undef PAGEDATTN_F8
 #undef PAGEDATTN_F16
 #undef PAGEDATTN_F32
@@ -183,6 +225,9 @@ __device__ __forceinline__ void wgmma(float (&c)[kCount], const uint32_t (&a)[4]
 #undef PAGEDATTN_D128
 #undef PAGEDATTN_WGMMA_SS
 #undef PAGEDATTN_WGMMA_RS
+#undef PAGEDATTN_WGMMA_STEP
+#undef PAGEDATTN_WGMMA_4_SS
+#undef PAGEDATTN_WGMMA_4_RS
 
 #endif
 
