@@ -21,6 +21,7 @@ MODELS = [
     Model(batch_size=1, num_heads=16, kv_num_heads=8, cache="float8e4m3fn", capacity=8192),
     Model(batch_size=3, new_tokens=3, num_heads=16),
     Model(num_heads=16, kv_num_heads=1, head_size=576, v_head_size=512),
+    Model(num_heads=128, kv_num_heads=1, head_size=576, v_head_size=512, capacity=2048),  # splits of clusters
 ]
 
 
