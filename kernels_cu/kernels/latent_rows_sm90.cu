@@ -4,10 +4,10 @@
 //   scores^T [64 keys, N rows]      = K   [64 keys, 576]      x q^T [576, N rows]
 //   output^T [512 channels, N rows] += V^T [512, 64 keys]      x p^T [64 keys, N rows]
 //
-//   grid    x: split x row tile, the tiles of a split side by side
+//   grid    x: split x row tile, the tiles of a split side by side; or a cluster a row tile, whose CTAs have a split each
 //   CTA     two warpgroups that compute, the workers; with 64 rows one more, the scorer; and one of which a warp loads and the others leave
 //   reads   query once a split; each latent row that some token of the tile admits once a row tile
-//   writes  output and lse where the tile has one split or none; else acc and lse of this split (combine_splits.cu)
+//   writes  output and lse where a cluster has the splits, or there is one or none; else acc and lse of this split (combine_splits.cu)
 //   smem    | queries | weights | ring of tiles | row statistics, Work, barriers |; at the end the sums of values lie over the first
 //           three
 //
@@ -36,6 +36,7 @@
 //   Lengths that enter the mask are read here; host bounds only size the grid and the splits.
 #include <pagedattn/epilogue.cuh>
 #include <pagedattn/kv_accessor.cuh>
+#include <pagedattn/ptx/cluster.cuh>
 #include <pagedattn/ptx/grid_dependency.cuh>
 #include <pagedattn/ptx/ldmatrix.cuh>
 #include <pagedattn/ptx/mbarrier.cuh>
@@ -54,6 +55,7 @@ struct LatentRowsSm90Spec {
   DType cache;     // io, or codes of 8 bits
   int rows;        // query rows of a tile, tokens times heads: 16, 32 or 64
   int slots;       // of the ring
+  int ctas;        // of a cluster, which has the splits of a row tile and merges them; 1: there is one split, or combine_splits merges
   bool has_rules;  // softcap, attention_bias or a scale that is not positive
 };
 
@@ -64,7 +66,6 @@ struct LatentRowsSm90Params {
   int64_t query_stride;  // elements
   int tile_count;        // row tiles of a split
   int tiles_of_token;    // of its heads, where no tile spans tokens; 0: tiles are numbered as row_tiles.cuh does
-  int* finished;         // [tile_count], zeros: splits that are done; null: no merge here
   SequenceTable sequences;
   BlockTable blocks;
   ScoreRules rules;
@@ -89,7 +90,14 @@ constexpr int kScorerRegisters = 112;
 constexpr int kQueryRowBytes = 2 * kGroupChannels;
 constexpr int kWeightRowBytes = 2 * kTileKeys;
 constexpr int kUnmappedTiles = 8;              // tiles that are being loaded or computed at a time, at most
-constexpr int kOutputStride = kValueSize + 4;  // floats, so that four rows start in different banks
+constexpr int kOutputVectors = kValueSize / 8;  // of a row that is written
+constexpr int kOutputStride = kValueSize + 4;   // floats, so that four rows start in different banks
+
+// Where a row has the sum of a channel: fours of channels in turn in two halves, which start in different banks. So threads that read
+// eight channels each read neighbouring fours.
+__device__ __forceinline__ constexpr int place_of(int channel) {
+  return channel / 8 * 4 + channel % 4 + channel / 4 % 2 * (kValueSize / 2 + 4);
+}
 
 // Named barriers: of all that compute, of all workers, of each softmax.
 enum Barrier { kNone, kAllWorkers, kOwn };
@@ -98,7 +106,7 @@ enum Barrier { kNone, kAllWorkers, kOwn };
 struct Work {
   RowTile tile;    // rows = 0: there is none
   KeyRange keys;   // of the split, that some token admits
-  KeyRange every;  // that every token admits
+  TileKeys all;    // of the row tile, in all splits
   int first_tile;  // in units of kTileKeys
   int tile_count;
   int split;
@@ -106,8 +114,6 @@ struct Work {
 
   // A tile without keys is work, too: its first split writes the rows as empty.
   __device__ __forceinline__ bool exists() const { return tile.rows > 0 && split < max_of(1, split_count); }
-  // Some token hides a key that another one admits.
-  __device__ __forceinline__ bool differs() const { return keys.begin < every.begin || keys.end > every.end; }
 };
 
 // Sizes that follow from a Spec.
@@ -133,6 +139,7 @@ template <LatentRowsSm90Spec S> struct Shape {
   static constexpr int kPartBytes = kPartKeys * kRowBytes + kPadBytes;
   static constexpr int kSlotsOfTile = kCodes ? 1 : kHeadSize / kGroupChannels / kSlotGroups;
   static constexpr int kSlotBytes = kCodes ? kParts * kPartBytes : kTileKeys / 8 * kEightKeysBytes;
+  static constexpr int kFetchedTiles = S.slots / kSlotsOfTile;  // that are brought to L2 before the kernel ahead has ended
   static constexpr int kQueryGroupBytes = kRows * kQueryRowBytes;
   static constexpr int kQueryBytes = kHeadSize / kGroupChannels * kQueryGroupBytes;
   static constexpr int kWeightBytes = kRows * kWeightRowBytes;
@@ -158,6 +165,12 @@ struct RowScale {
 };
 constexpr float kNoShift = 1e38f;  // any score goes too far, and none that is masked
 
+// What a split comes to know of a row.
+struct alignas(8) RowResult {
+  float factor;  // what sums of values are multiplied by
+  float lse;     // base 2
+};
+
 // What threads tell each other about rows.
 template <int kRows, int kSoftmaxes> struct alignas(16) RowStatistics {
   float factor[kRows];                               // takes q . k to a score: in base 2, unless rules come between
@@ -165,11 +178,11 @@ template <int kRows, int kSoftmaxes> struct alignas(16) RowStatistics {
   RowScale scale[kSoftmaxes][kWorkerWarps][kRows];   // with this reference:
   float reference[kSoftmaxes][kWorkerWarps][kRows];  // near the maximum of q . k as it comes; the same in all warps of a softmax
   float of_warp[kSoftmaxes][kWorkerWarps][kRows];    // maxima of q . k when a reference moves; sums of weights in the end
+  RowResult result[kRows];
   float told[kRows];                                 // of a scorer: the references that the workers have been told of
   float rescale[kTeamBuffers][kRows];                // what was summed up before a tile's weights is multiplied by this, where
   bool has_moved[kTeamBuffers];                      // references have moved
   uint32_t spoilt[ceil_div(kRows, 32)];              // a bit a row
-  bool is_last;                                      // of the splits
 };
 
 template <LatentRowsSm90Spec S> struct Shared {
@@ -184,7 +197,7 @@ template <LatentRowsSm90Spec S> struct Shared {
   uint64_t* ready;     // [kTeamBuffers], an arrival of each thread of the scorer: weights are there
   uint64_t* used;      // [kTeamBuffers], an arrival of each warp of the workers: they are used up
   uint64_t* attended;  // an arrival of each thread of the workers and the scorer: it reads ring and queries no more
-  uint64_t* put;       // an arrival of each thread of the workers: what it has summed up is there
+  uint64_t* put;       // an arrival of each thread of the workers: what it has summed up is there; clusters have a barrier for it
   uint64_t* loaded;    // the same: its share of the queries is visible to the tensor cores, and all that it tells of the work to the threads
   uint32_t* unmapped;  // [kUnmappedTiles] bit i: part i of the tile has nothing to see
 
@@ -209,8 +222,11 @@ template <LatentRowsSm90Spec S> struct Shared {
     return reinterpret_cast<float*>(query) + (team * F::kRows + row) * kOutputStride;
   }
 
-  // What a row's sums of values are multiplied by, from `Worker::finish_row` on: in the place of a sum of weights.
-  __device__ __forceinline__ float& result_of(int row) const { return rows->of_warp[0][0][row]; }
+  // The twin of an object in a CTA of the cluster, which may be this one.
+  template <class T> __device__ __forceinline__ static const T* of_cta(const T* s_object, int cta) {
+    if constexpr (S.ctas == 1) return s_object;
+    return ptx::cluster_twin(s_object, cta);
+  }
 
   // The highest of all references, when all are done.
   __device__ __forceinline__ float reference_of(int row) const {
@@ -246,16 +262,17 @@ __device__ __forceinline__ TileKeys keys_of_tile(const LatentRowsSm90Params& p, 
 }
 
 // This CTA's work, as each warp finds it.
-template <int kRows> __device__ __forceinline__ Work find_work(const LatentRowsSm90Params& p) {
+template <LatentRowsSm90Spec S> __device__ __forceinline__ Work find_work(const LatentRowsSm90Params& p) {
   const int number = static_cast<int>(blockIdx.x);
-  Work work{.tile = tile_of_number<kRows>(p, number % p.tile_count), .split = number / p.tile_count};
+  // Without clusters the tiles of a split are side by side, because some of them share keys.
+  Work work{.tile = tile_of_number<S.rows>(p, S.ctas > 1 ? number / S.ctas : number % p.tile_count),
+            .split = S.ctas > 1 ? number % S.ctas : number / p.tile_count};
   if (work.tile.rows > 0 && work.tile.sequence.is_active()) {
-    const auto [some, every] = keys_of_tile(p, work.tile);
-    const SplitPlan plan = plan_splits(p.partials, some);
-    work.every = every;
+    work.all = keys_of_tile(p, work.tile);
+    const SplitPlan plan = plan_splits(p.partials, work.all.some);
     work.split_count = plan.count;
     if (work.split < plan.count) {
-      work.keys = keys_of_split(p.partials, plan, some, work.split);
+      work.keys = keys_of_split(p.partials, plan, work.all.some, work.split);
       work.first_tile = work.keys.begin / kTileKeys;
       work.tile_count = (work.keys.end - 1) / kTileKeys - work.first_tile + 1;
     }
@@ -299,6 +316,12 @@ __device__ __forceinline__ void load_tiles(const LatentRowsSm90Params& p, const 
 
   const uint64_t policy = ptx::evict_first_policy();  // a row is read by few
   int entry = entry_of(lane);
+  // The first tiles come to L2 while the kernel ahead still runs. What it writes of them is in L2, too.
+  if (lane < kParts * F::kFetchedTiles && cache.token_bytes() == F::kRowBytes) {
+    const int block = block_of_entry(p.blocks, entry);
+    const int offset = offset_in_block(p.blocks, work.first_tile * kTileKeys + lane * kPartKeys);
+    if (block != kUnmapped) ptx::bulk_prefetch(cache.row(block, offset), kPartKeys * F::kRowBytes, policy);
+  }
   ptx::wait_for_previous_kernel();  // which writes the cache
   Ring<S.slots> ring;
   for (int first = 0; first < work.tile_count; first += kBatch) {
@@ -474,7 +497,11 @@ __device__ __forceinline__ void load_queries(const LatentRowsSm90Params& p, cons
 // Attends the rows again that were found spoilt, and writes what they should have been; all workers call it, when all have
 // written their rows. Not inlined, because its registers would be missing in the main loop.
 template <LatentRowsSm90Spec S>
-__device__ __noinline__ void repair(const LatentRowsSm90Params& p, const Work& work, const uint32_t* s_spoilt) {
+__device__ __noinline__ void repair(const LatentRowsSm90Params& p, Work work, const uint32_t* s_spoilt) {
+  if constexpr (S.ctas > 1) {  // what was written is merged
+    work.keys = work.all.some;
+    work.split_count = 1;
+  }
   for (int row = static_cast<int>(threadIdx.x) / kWarpSize; row < work.tile.rows; row += Shape<S>::kWorkerThreads / kWarpSize) {
     if ((s_spoilt[row / 32] >> row % 32 & 1u) == 0) continue;
     attend_row_again<S.io, S.cache, kHeadSize, kValueSize>(p, work, row);
@@ -508,7 +535,7 @@ template <LatentRowsSm90Spec S> struct Worker {
 
   __device__ __forceinline__ Worker(const LatentRowsSm90Params& params, const Shared<S>& s, const Work& work, int worker)
       : p(params), shared(s), index(worker), first_key(work.first_tile * kTileKeys), keys(work.keys),
-        whole{max_of(work.keys.begin, work.every.begin), min_of(work.keys.end, work.every.end)} {
+        whole{max_of(work.keys.begin, work.all.every.begin), min_of(work.keys.end, work.all.every.end)} {
 #pragma unroll
     for (int m = 0; m < F::kOwnGroups; ++m) {
 #pragma unroll
@@ -930,22 +957,25 @@ template <LatentRowsSm90Spec S> struct Worker {
     }
   }
 
-  // Puts what each team has where ring and queries were, [team][row][channel].
-  __device__ __forceinline__ void merge() const {
+  // Puts what each team has where ring and queries were, [team][row][channel], and what is to be known of rows.
+  __device__ __forceinline__ void finish() const {
     if constexpr (!F::kHasScorer) put_sums();
     // Not named barriers: compute-sanitizer takes what is done behind those for races.
     ptx::mbarrier_arrive(shared.attended);
     ptx::mbarrier_wait(shared.attended, 0);  // the sums of weights are there as well
     put();
     if (threadIdx.x < F::kRows) finish_row(threadIdx.x);
-    ptx::mbarrier_arrive(shared.put);
-    ptx::mbarrier_wait(shared.put, 0);
+    if constexpr (S.ctas > 1) {
+      ptx::cluster_arrive();  // for those that have keys: other CTAs, and the threads that load, have ended or will
+      ptx::cluster_wait();
+    } else {
+      ptx::mbarrier_arrive(shared.put);
+      ptx::mbarrier_wait(shared.put, 0);
+    }
     __syncwarp();  // named barriers, which are for whole warps, may follow
   }
 
-  // What a row's sums of values are multiplied by, and its lse.
   __device__ __forceinline__ void finish_row(int row) const {
-    const Work& work = *shared.work;
     SoftmaxState state;
     const float reference = shared.reference_of(row);
     const float factor = S.has_rules ? 1.0f : shared.rows->factor[row];
@@ -956,16 +986,7 @@ template <LatentRowsSm90Spec S> struct Worker {
 #pragma unroll
       for (int w = 0; w < kWorkerWarps; ++w) state.row_sum += own_factor * shared.rows->of_warp[i][w][row];
     }
-    const SoftmaxResult result = finalize(state, negative_infinity());
-    shared.result_of(row) = result.factor;
-    if (row >= work.tile.rows) return;
-    const int token = work.tile.token(row);
-    const int head = work.tile.head_in_group(row);
-    if (work.split_count <= 1) {
-      store_lse(p.out, token, head, result.lse);
-    } else {
-      p.partials.lse[partial_row(p.partials, token, work.split, p.out.num_heads, head)] = lse_of(state);
-    }
+    shared.rows->result[row] = {finalize(state, negative_infinity()).factor, lse_of(state)};
   }
 
   // Puts the sums in their place, relative to the reference of all teams.
@@ -974,124 +995,141 @@ template <LatentRowsSm90Spec S> struct Worker {
 #pragma unroll
     for (int r = 0; r < F::kLaneRows; ++r) {
       const float factor = factor_of_move(reference_of(r), shared.reference_of(row_of(r)), factor_of(r));
-      float* s_row = shared.output_row(team, row_of(r)) + first_group * kGroupChannels + 16 * warp();
+      float* s_row = shared.output_row(team, row_of(r)) + place_of(first_group * kGroupChannels + 16 * warp());
 #pragma unroll
       for (int m = 0; m < F::kOwnGroups; ++m) {
         const float first = acc[m][r / 2 * 4 + r % 2] * factor;
         const float second = acc[m][r / 2 * 4 + 2 + r % 2] * factor;
         if constexpr (F::kCodes) {
-          *reinterpret_cast<float2*>(s_row + m * kGroupChannels + 2 * g) = {first, second};
+          *reinterpret_cast<float2*>(s_row + place_of(m * kGroupChannels + 2 * g)) = {first, second};
         } else {
-          s_row[m * kGroupChannels + g] = first;
-          s_row[m * kGroupChannels + g + 8] = second;
+          s_row[place_of(m * kGroupChannels + g)] = first;
+          s_row[place_of(m * kGroupChannels + g + 8)] = second;
         }
       }
     }
   }
 };
 
-// Writes what `Worker::merge` has put together; all workers call it.
+// Writes what `Worker::finish` has put in place; all workers call it. The CTAs of a cluster have a part of the rows each, and merge what
+// all of them have with the bits of combine_splits: maximum, weights and sums in the order of the splits.
+//   `scale` of this thread's channels
 template <LatentRowsSm90Spec S>
-__device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const Shared<S>& shared) {
+__device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const Shared<S>& shared, const float (&scale)[8]) {
   using F = Shape<S>;
   using Io = typename F::Io;
-  constexpr int kVectors = kValueSize / 8;
+  constexpr int kStep = F::kWorkerThreads / kOutputVectors;
+  constexpr int kTogether = max_of(1, min_of(2, F::kRows / S.ctas / kStep));  // rows that a thread reads before it writes them
   const Work& work = *shared.work;
-  const int vector = threadIdx.x % kVectors;
-  float scale[8];
+  const RowTile& tile = work.tile;
+  const int vector = threadIdx.x % kOutputVectors;
+  const int ctas = S.ctas > 1 ? max_of(1, work.split_count) : 1;  // of the cluster, that have keys
+  const int rank = S.ctas > 1 ? work.split : 0;
+  const int64_t first_row = static_cast<int64_t>(tile.sequence.begin + tile.first_token) * p.out.num_heads + tile.first_head;
+
+  // What there is of a row in this thread's channels.
+  struct Parts {
+    RowResult result[S.ctas];
+    float4 sums[S.ctas][F::kTeams][2];
+  };
+  const auto read = [&](int row) {
+    Parts parts;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) scale[j] = scale_of<S.cache>(p.key_cache, 0, 8 * vector + j);
-#pragma unroll 2
-  for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kWorkerThreads / kVectors) {
-    const float factor = shared.result_of(row);
+    for (int i = 0; i < S.ctas; ++i) {
+      const int cta = min_of(i, ctas - 1);
+      parts.result[i] = *shared.of_cta(shared.rows->result + row, cta);
+#pragma unroll
+      for (int team = 0; team < F::kTeams; ++team) {
+        const float* s_row = shared.of_cta(shared.output_row(team, row), cta);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          parts.sums[i][team][half] = *reinterpret_cast<const float4*>(s_row + place_of(8 * vector + 4 * half));
+        }
+      }
+    }
+    return parts;
+  };
+  struct Row {
     float x[8] = {};
-#pragma unroll
-    for (int team = 0; team < F::kTeams; ++team) {  // in an order that does not change
-      const float* s_row = shared.output_row(team, row) + 8 * vector;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] += s_row[j];
-    }
+    float lse;  // base 2
     bool strange = false;
+  };
+  const auto merge = [&](const Parts& parts) {
+    Row row;
+    SoftmaxState merged;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      strange |= is_nan(x[j]);
-      x[j] *= factor * scale[j];
+    for (int i = 0; i < S.ctas; ++i) merged.row_max = fmaxf(merged.row_max, parts.result[i].lse);
+#pragma unroll
+    for (int i = 0; i < S.ctas; ++i) {
+      const auto [factor, lse] = parts.result[i];
+      float x[8] = {};
+#pragma unroll
+      for (int team = 0; team < F::kTeams; ++team) {  // in an order that does not change
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float4& sums = parts.sums[i][team][half];
+          x[4 * half] += sums.x;
+          x[4 * half + 1] += sums.y;
+          x[4 * half + 2] += sums.z;
+          x[4 * half + 3] += sums.w;
+        }
+      }
+      const float weight = merged.weight(lse);
+      if (i < ctas) merged.row_sum += weight;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        row.strange |= is_nan(x[j]) && !is_nan(factor);
+        x[j] *= factor * scale[j];
+        if (i < ctas) row.x[j] = S.ctas > 1 ? row.x[j] + weight * x[j] : x[j];
+      }
     }
-    if (F::kSpoils && strange && !is_nan(factor)) atomicOr(shared.rows->spoilt + row / 32, 1u << row % 32);
-    const int token = work.tile.token(row);
-    const int head = work.tile.head_in_group(row);
-    if (work.split_count <= 1) {
-      store_8(output_row<Io>(p.out, token, head, kValueSize) + 8 * vector, x);
+    row.lse = parts.result[0].lse;
+    if constexpr (S.ctas > 1) {
+      row.lse = lse_of(merged);
+      const float factor = finalize(merged, negative_infinity()).factor;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) row.x[j] *= factor;
+    }
+    return row;
+  };
+  const auto write = [&](const Row& merged, int row) {
+    if (F::kSpoils && merged.strange) atomicOr(shared.rows->spoilt + row / 32, 1u << row % 32);
+    if (S.ctas > 1 || work.split_count <= 1) {
+      if (vector == 0 && p.out.lse != nullptr) p.out.lse[first_row + row] = kLn2 * merged.lse;
+      store_8(static_cast<Io*>(p.out.output) + (first_row + row) * kValueSize + 8 * vector, merged.x);
     } else {
-      const int64_t at = partial_row(p.partials, token, work.split, p.out.num_heads, head);
+      const int64_t at = partial_row(p.partials, tile.token(row), work.split, p.out.num_heads, tile.head_in_group(row));
+      if (vector == 0) p.partials.lse[at] = merged.lse;
       float4* g_row = reinterpret_cast<float4*>(p.partials.acc + at * partial_width(kValueSize) + 8 * vector);
-      g_row[0] = {x[0], x[1], x[2], x[3]};
-      g_row[1] = {x[4], x[5], x[6], x[7]};
+      g_row[0] = {merged.x[0], merged.x[1], merged.x[2], merged.x[3]};
+      g_row[1] = {merged.x[4], merged.x[5], merged.x[6], merged.x[7]};
+    }
+  };
+
+#pragma unroll 1
+  for (int first = rank + threadIdx.x / kOutputVectors * ctas; first < tile.rows; first += kTogether * kStep * ctas) {
+    Parts parts[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) parts[i] = read(min_of(first + i * kStep * ctas, F::kRows - 1));
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = first + i * kStep * ctas;
+      if (row < tile.rows) write(merge(parts[i]), row);
     }
   }
+  if constexpr (S.ctas > 1) {  // nobody ends while others read
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
   if constexpr (F::kSpoils) {
-    if (!work.differs()) return;
+    if (!work.all.differ()) return;
     ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // all have written their rows, and who is spoilt
     repair<S>(p, work, shared.rows->spoilt);
   }
 }
 
-// Counts this split as done; the CTA that finds all others done merges them, with the bits of combine_splits: maximum, weights and
-// sums in the order of the splits. All workers call it.
 template <LatentRowsSm90Spec S>
-__device__ __forceinline__ void merge_splits(const LatentRowsSm90Params& p, const Shared<S>& shared) {
-  using F = Shape<S>;
-  using Io = typename F::Io;
-  constexpr int kVectors = kValueSize / 8;
-  const Work& work = *shared.work;
-  __threadfence();  // this thread's parts are visible to the device
-  ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // so are those of all threads
-  if (threadIdx.x == 0) {
-    shared.rows->is_last = atomicAdd(p.finished + static_cast<int>(blockIdx.x) % p.tile_count, 1) == work.split_count - 1;
-  }
-  ptx::named_barrier_sync(kAllWorkers, F::kWorkerThreads);  // is_last is there
-  if (!shared.rows->is_last) return;
-  __threadfence();  // the other CTAs' parts are visible
-  const int vector = threadIdx.x % kVectors;
-#pragma unroll 2
-  for (int row = threadIdx.x / kVectors; row < work.tile.rows; row += F::kWorkerThreads / kVectors) {
-    const int token = work.tile.token(row);
-    const int head = work.tile.head_in_group(row);
-    float lse[kMergedSplits];
-    SoftmaxState merged;
-#pragma unroll
-    for (int split = 0; split < kMergedSplits; ++split) {
-      lse[split] = split < work.split_count ? p.partials.lse[partial_row(p.partials, token, split, p.out.num_heads, head)]
-                                            : negative_infinity();
-      merged.row_max = fmaxf(merged.row_max, lse[split]);
-    }
-    float x[8] = {};
-#pragma unroll
-    for (int split = 0; split < kMergedSplits; ++split) {
-      if (split >= work.split_count) break;
-      const float weight = merged.weight(lse[split]);
-      merged.row_sum += weight;
-      const int64_t at = partial_row(p.partials, token, split, p.out.num_heads, head);
-      const float4* g_part = reinterpret_cast<const float4*>(p.partials.acc + at * partial_width(kValueSize) + 8 * vector);
-      const float4 part[2] = {g_part[0], g_part[1]};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        x[4 * i] += weight * part[i].x;
-        x[4 * i + 1] += weight * part[i].y;
-        x[4 * i + 2] += weight * part[i].z;
-        x[4 * i + 3] += weight * part[i].w;
-      }
-    }
-    const SoftmaxResult result = finalize(merged, negative_infinity());
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] *= result.factor;
-    if (vector == 0) store_lse(p.out, token, head, result.lse);
-    store_8(output_row<Io>(p.out, token, head, kValueSize) + 8 * vector, x);
-  }
-}
-
-template <LatentRowsSm90Spec S>
-__global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const __grid_constant__ LatentRowsSm90Params p) {
+__global__ void __launch_bounds__(Shape<S>::kThreads, 1) __cluster_dims__(S.ctas) latent_rows_sm90(const __grid_constant__ LatentRowsSm90Params p) {
   using F = Shape<S>;
   static_assert(S.io == DType::f16 || S.io == DType::bf16, "wgmma with 16-bit operands");
   static_assert(S.cache == S.io || S.cache == DType::i8 || S.cache == DType::f8e4m3, "what the cache holds is read as it is, or widened");
@@ -1114,7 +1152,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
     for (uint32_t& rows : shared.rows->spoilt) rows = 0;
   }
   __syncthreads();  // the barriers are initialized for all threads
-  const Work work = find_work<F::kRows>(p);
+  const Work work = find_work<S>(p);
   ptx::let_next_kernel_start();
   if (!work.exists()) {
     ptx::wait_for_previous_kernel();  // the end of this kernel stands for the end of the one ahead
@@ -1154,8 +1192,10 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) latent_rows_sm90(const 
     __syncwarp();  // named barriers, which are for whole warps, may follow
     Worker<S> worker(p, shared, work, warp / kWorkerWarps);
     worker.attend(work.tile_count);
-    worker.merge();
-    write_rows<S>(p, shared);
-    if (p.finished != nullptr && shared.work->split_count > 1) merge_splits<S>(p, shared);
+    float scale[8];  // of the channels that this thread writes, on its way while sums are put together
+#pragma unroll
+    for (int j = 0; j < 8; ++j) scale[j] = scale_of<S.cache>(p.key_cache, 0, threadIdx.x % kOutputVectors * 8 + j);
+    worker.finish();
+    write_rows<S>(p, shared, scale);
   }
 }

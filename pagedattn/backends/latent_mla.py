@@ -50,8 +50,10 @@ class _FewRows:
             kernel.split_size,
             tile_rows=kernel.tile_rows,
             starts_at_0=kernel.starts_at_0,
-            counters=kernel.tiles,
         )
+        kernel.load(self.splits.count)
+        if kernel.merges:
+            self.splits.leave_nothing()
 
     def load(self) -> None:
         self.splits.load()
@@ -67,7 +69,6 @@ class _FewRows:
             shared,
             partials,
             self.splits.count,
-            self.splits.finished(workspace),
         )
         return [attention, *self.splits.combine(shared, partials)]
 

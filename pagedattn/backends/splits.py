@@ -84,6 +84,10 @@ class SplitPlan:
         self.spec = combine_splits.CombineSpec(p.io_dtype, p.v_head_size)
         self.function: Any = None
 
+    def leave_nothing(self) -> None:
+        """Say that the kernel merges all splits, and needs no memory for that."""
+        self.parts, self.workspace_bytes = 1, 0
+
     def load(self) -> None:
         """Load `combine_splits`, if something may be left for it."""
         if self.parts > 1:

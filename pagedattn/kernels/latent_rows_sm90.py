@@ -28,6 +28,7 @@ from pagedattn.problem import Problem, TensorInfo
 
 FEW_ROWS = 32  # query rows, tokens times heads, of a tile of one warpgroup
 WORKERS = 2  # warpgroups that multiply with values
+CLUSTER = 2  # CTAs; larger clusters leave multiprocessors without work
 SLOT_GROUPS = 3  # channel groups of a third of a tile
 PARTS, PAD_BYTES = 4, 16  # of a tile of codes
 BARRIER_BYTES = 512  # barriers, and the description of the work
@@ -36,12 +37,17 @@ SHARED_LIMIT = 227 << 10
 
 @dataclass(frozen=True)
 class LatentRowsSm90Spec(Spec):
-    """What `latent_rows_sm90` is compiled for; `choose` fills ``rows`` and ``slots``."""
+    """What `latent_rows_sm90` is compiled for; `choose` fills ``rows`` and ``slots``.
+
+    ``ctas`` of a cluster have the splits of a row tile, which are two, and merge them; 1: there is one split, or
+    `combine_splits` follows.
+    """
 
     io: DType
     cache: DType
     rows: int
     slots: int
+    ctas: int
     has_rules: bool
 
 
@@ -53,7 +59,6 @@ PARAMS = params(
     query_stride=i64,
     tile_count=i32,  # row tiles of a split
     tiles_of_token=i32,  # 0: tiles may span tokens
-    finished=ptr,  # int32 [tile_count], zeros; None: combine_splits follows
     sequences=SEQUENCE_TABLE,
     blocks=BLOCK_TABLE,
     rules=SCORE_RULES,
@@ -77,7 +82,7 @@ def slot_bytes(cache: DType) -> int:
 def fixed_bytes(rows: int) -> int:
     """All but the ring: queries, buffers of weights, and what is small."""
     softmaxes, buffers = (1, 3) if rows > FEW_ROWS else (WORKERS, 2 * WORKERS)
-    row_bytes = 2 * (HEAD_SIZE + buffers * TILE_KEYS) + 28 + softmaxes * 64  # the latter is told about a row
+    row_bytes = 2 * (HEAD_SIZE + buffers * TILE_KEYS) + 36 + softmaxes * 64  # the latter is told about a row
     return rows * row_bytes + BARRIER_BYTES + ALIGNMENT_BYTES
 
 
@@ -91,11 +96,21 @@ def spans_tokens(problem: Problem, tile_rows: int) -> bool:
     return row_bound(problem) > problem.num_heads and problem.num_heads % tile_rows != 0
 
 
-def choose(io: DType, cache: DType, rows: int, has_rules: bool) -> LatentRowsSm90Spec:
-    """Spec for sequences of ``rows`` query rows (a bound of new tokens times heads)."""
-    tile_rows = 16 if rows <= 16 else FEW_ROWS if rows <= FEW_ROWS or not cache.is_quantized else 64
-    slots = (SHARED_LIMIT - fixed_bytes(tile_rows)) // slot_bytes(cache)
-    return LatentRowsSm90Spec(io, cache, tile_rows, slots, has_rules)
+def tile_rows(cache: DType, rows: int) -> int:
+    """Rows of a tile, where sequences have at most ``rows``."""
+    return 16 if rows <= 16 else FEW_ROWS if rows <= FEW_ROWS or not cache.is_quantized else 64
+
+
+def cluster_ctas(tiles: int, split_count: int, multiprocessors: int) -> int:
+    """CTAs of a cluster: the splits of a row tile, if there are two and all can run at once; else 1."""
+    return CLUSTER if split_count == CLUSTER and CLUSTER * tiles <= multiprocessors else 1
+
+
+def choose(io: DType, cache: DType, rows: int, ctas: int, has_rules: bool) -> LatentRowsSm90Spec:
+    """Spec for sequences of ``rows`` query rows (a bound of new tokens times heads), and clusters of ``ctas``."""
+    own_rows = tile_rows(cache, rows)
+    slots = (SHARED_LIMIT - fixed_bytes(own_rows)) // slot_bytes(cache)
+    return LatentRowsSm90Spec(io, cache, own_rows, slots, ctas, has_rules)
 
 
 KERNEL = Kernel(
@@ -130,9 +145,8 @@ class LatentRowsKernel:
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         p = self.problem = problem
-        self.spec = choose(p.io_dtype, p.cache_dtype, row_bound(p), not p.has_plain_scores)
-        self.function = executor.load(KERNEL, self.spec)
-        rows = self.spec.rows
+        self.executor = executor
+        rows = tile_rows(p.cache_dtype, row_bound(p))
         if not spans_tokens(p, rows):
             self.tiles_of_token, self.tile_rows, tokens = ceil_div(p.num_heads, rows), 0, 1
             self.tiles = typical_tiles = max(1, p.token_count * self.tiles_of_token)
@@ -146,6 +160,18 @@ class LatentRowsKernel:
         longest = latent_sm90.typical_share(typical_tiles, executor.multiprocessors)
         self.split_size = latent_sm90.split_size(self.span, typical_tiles, executor.multiprocessors, longest)
 
+    def load(self, split_count: int) -> None:
+        """Load the kernel for as many splits as a row tile may have."""
+        p = self.problem
+        ctas = cluster_ctas(self.tiles, split_count, self.executor.multiprocessors)
+        self.spec = choose(p.io_dtype, p.cache_dtype, row_bound(p), ctas, not p.has_plain_scores)
+        self.function = self.executor.load(KERNEL, self.spec)
+
+    @property
+    def merges(self) -> bool:
+        """Whether splits are merged; else that is left to `combine_splits`."""
+        return self.spec.ctas > 1
+
     def launch(
         self,
         query: tuple[int, int],
@@ -153,19 +179,14 @@ class LatentRowsKernel:
         shared: PackedStructs,
         partials: bytes,
         split_count: int,
-        finished: int | None = None,
     ) -> Launch:
-        """Launch that attends.
-
-        ``finished`` points to `tiles` zeros if the kernel shall merge splits; there are few (`layouts.MERGED_SPLITS`).
-        """
+        """Launch that attends."""
         packed = PARAMS.pack(
             cache_map=latent_sm90.cache_map(self.problem, cache, SLOT_GROUPS, promoted_bytes=128),
             query=query[0],
             query_stride=query[1],
             tile_count=self.tiles,
             tiles_of_token=self.tiles_of_token,
-            finished=finished,
             **shared.of(PARAMS),
             partials=partials,
         )
@@ -175,11 +196,11 @@ class LatentRowsKernel:
 
 def smoke_specs() -> Iterator[LatentRowsSm90Spec]:
     """Specs that together reach every branch of the source."""
-    yield choose(dtypes.BFLOAT16, dtypes.BFLOAT16, 16, False)
-    yield choose(dtypes.FLOAT16, dtypes.FLOAT16, 32, True)
-    yield choose(dtypes.BFLOAT16, dtypes.FLOAT8E4M3FN, 16, False)
-    yield choose(dtypes.BFLOAT16, dtypes.FLOAT8E4M3FN, 32, False)
-    yield choose(dtypes.BFLOAT16, dtypes.INT8, 32, True)
-    yield choose(dtypes.BFLOAT16, dtypes.FLOAT8E4M3FN, 64, False)
-    yield choose(dtypes.FLOAT16, dtypes.INT8, 64, True)
-    yield choose(dtypes.FLOAT16, dtypes.INT8, 16, False)
+    yield choose(dtypes.BFLOAT16, dtypes.BFLOAT16, 16, 2, False)
+    yield choose(dtypes.FLOAT16, dtypes.FLOAT16, 32, 1, True)
+    yield choose(dtypes.BFLOAT16, dtypes.FLOAT8E4M3FN, 16, 2, False)
+    yield choose(dtypes.BFLOAT16, dtypes.FLOAT8E4M3FN, 32, 2, False)
+    yield choose(dtypes.BFLOAT16, dtypes.INT8, 32, 1, True)
+    yield choose(dtypes.BFLOAT16, dtypes.FLOAT8E4M3FN, 64, 1, False)
+    yield choose(dtypes.FLOAT16, dtypes.INT8, 64, 2, True)
+    yield choose(dtypes.FLOAT16, dtypes.INT8, 16, 1, False)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults.targets import Target
 from tests.kernels.test_matrix import ON_HOPPER, TARGETS, check_backend, needs_hopper
-from tests.support.cases import CORNER, EIGHT_HEADS, SMOKE, Case
+from tests.support.cases import CORNER, EIGHT_HEADS, LATENT_SPLITS, SMOKE, Case
 
 from .decoding import Decoder, Model
 
@@ -26,6 +26,13 @@ def test_corner(cupy, target: Target, case: Case) -> None:
 @pytest.mark.parametrize("case", EIGHT_HEADS, ids=str)
 def test_all_heads_at_a_time(cupy, case: Case) -> None:
     check_backend(ON_HOPPER["decode"], case)
+
+
+@needs_hopper
+@pytest.mark.parametrize("case", LATENT_SPLITS[:2], ids=str)
+def test_two_latent_splits(cupy, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ON_HOPPER["latent"].options, "split_keys", 672)
+    check_backend(ON_HOPPER["latent"], case)
 
 
 @pytest.mark.parametrize(

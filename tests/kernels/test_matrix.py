@@ -20,7 +20,7 @@ from pagedattn.dtypes import BY_NAME
 from pagedattn.validate import validate
 from tests.faults.targets import Target, all_targets
 from tests.support.build import Built, build, outside
-from tests.support.cases import CORNER, EIGHT_HEADS, SMOKE, Case, grid, sizes
+from tests.support.cases import CORNER, EIGHT_HEADS, LATENT_SPLITS, SMOKE, Case, grid, sizes
 from tests.support.compare import verify
 
 # Every CUDA backend: on a GPU where there is one, and emulated where the sources can be built for the CPU.
@@ -86,6 +86,15 @@ def test_it_is_right_without_hopper_too(
 def test_all_heads_at_a_time(case: Case, by_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", by_heads)
     check_backend(ON_HOPPER["decode"], case)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("keys", [672, 336])
+@pytest.mark.parametrize("case", LATENT_SPLITS, ids=str)
+def test_two_latent_splits_or_more(case: Case, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ON_HOPPER["latent"].options, "split_keys", keys)
+    check_backend(ON_HOPPER["latent"], case)
 
 
 def check_backend(target: Target, case: Case) -> None:

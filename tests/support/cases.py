@@ -485,6 +485,16 @@ CORNER = _distinct(
     ]
 )
 
+# For two splits, or more, which shorter sequences do not have; of tiles of 16, 32 and 64 rows.
+_FEW_ROWS: dict[str, Any] = {**_WIDE_LATENT, "lengths": ((700, 1), (0, 1), (63, 1), (1290, 1), (5, 1))}
+_FEW_TOKENS: dict[str, Any] = {**_WIDE_LATENT, "lengths": ((700, 2), (0, 4), (63, 1), (1290, 1), (5, 3))}
+LATENT_SPLITS = [
+    Case(**_FEW_ROWS, group_size=16, unmapped=True),
+    Case(**_FEW_TOKENS, group_size=16, io="bfloat16", softcap=3.0, positions="tree"),
+    Case(**_FEW_ROWS, group_size=16, io="bfloat16", block_size=32, strided=True, cache="int8", k_quant="PER_CHANNEL"),
+    Case(**_FEW_TOKENS, group_size=128, block_size=32, cache="float8e4m3fn", k_quant="PER_TENSOR", padding=3),
+]
+
 _SINGLES = ((0, 1), (15, 1), (9, 0), (16, 1), (31, 1), (99, 1), (0, 0), (255, 1), (256, 1), (700, 1))
 _EIGHT = {"kv_num_heads": 8, "group_size": 2, "head_size": 128, "lengths": _SINGLES}
 _CACHES: tuple[dict[str, Any], ...] = (

@@ -31,6 +31,13 @@ __device__ __forceinline__ uint32_t cluster_address(const void* s_pointer, int r
   return address;
 }
 
+// The same as an ordinary pointer, for what CTAs of a cluster read of each other.
+template <class T> __device__ __forceinline__ const T* cluster_twin(const T* s_pointer, int rank) {
+  const T* twin;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(twin) : "l"(s_pointer), "r"(rank));
+  return twin;
+}
+
 // Arrives at the barrier of CTA `rank`. To those who wait there it stands for what this thread has read, not for what it has
 // written: a release for the cluster waits for all of a thread's writes, to global memory too.
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier, int rank) {

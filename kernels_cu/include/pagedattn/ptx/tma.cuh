@@ -54,6 +54,11 @@ __device__ __forceinline__ void bulk_load(void* s_target, const void* g_source, 
       : "memory");
 }
 
+// Brings `bytes` that lie side by side to L2; the address and the count are multiples of 16. One thread calls it.
+__device__ __forceinline__ void bulk_prefetch(const void* g_source, int bytes, uint64_t policy) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(g_source), "r"(bytes), "l"(policy) : "memory");
+}
+
 // How long L2 keeps what a copy reads: gone first, or as long as anything.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
