@@ -193,7 +193,7 @@ template <LatentRowsSm90Spec S> struct Shared {
   RowStatistics<F::kRows, F::kSoftmaxes>* rows;
   Work* work;
   uint64_t* full;      // [slots], bytes, and an arrival of who loads, for codes of each lane: the slot is filled
-  uint64_t* empty;     // [slots], an arrival of each warp that multiplies with the tile: the slot is used up
+  uint64_t* empty;     // [slots], an arrival of each warp (of codes: thread) that multiplies with the tile: the slot is used up
   uint64_t* ready;     // [kTeamBuffers], an arrival of each thread of the scorer: weights are there
   uint64_t* used;      // [kTeamBuffers], an arrival of each warp of the workers: they are used up
   uint64_t* attended;  // an arrival of each thread of the workers and the scorer: it reads ring and queries no more
@@ -577,9 +577,9 @@ template <LatentRowsSm90Spec S> struct Worker {
     ptx::mbarrier_wait(shared.empty + slot.stage, slot.parity ^ 1);
     ptx::mbarrier_wait(shared.full + slot.stage, slot.parity);
   }
-  // Gives a slot back, on behalf of this warp.
+  // Gives a slot back: of codes each lane what it has read, of 16 bits a warp what products have read.
   __device__ __forceinline__ void release(const Slot& slot) const {
-    if (lane() == 0) ptx::mbarrier_arrive(shared.empty + slot.stage);
+    if (F::kCodes || lane() == 0) ptx::mbarrier_arrive(shared.empty + slot.stage);
   }
 
   // Clears keys that no token of the tile admits but that came with a block. Codes came without.
@@ -712,8 +712,7 @@ template <LatentRowsSm90Spec S> struct Worker {
         ptx::wgmma<Math, false>(acc[m], a, ptx::descriptor_at(weights, 32 * step), 1);
       };
       multiply_widened<F::kOwnGroups, F::kValueBatch>(load, widen_values, multiply);
-      __syncwarp();  // all lanes have read, as their products are issued
-      release(tile);
+      release(tile);  // it is read, as all products are issued
       ptx::wgmma_wait<0>();
     } else {
       ptx::wgmma_fence();
@@ -1139,7 +1138,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) __cluster_dims__(S.ctas
     ptx::prefetch_tensor_map(p.cache_map);
     for (int i = 0; i < S.slots; ++i) {
       ptx::mbarrier_init(shared.full + i, F::kCodes ? kWarpSize : 1);
-      ptx::mbarrier_init(shared.empty + i, F::kTeam * kWorkerWarps);
+      ptx::mbarrier_init(shared.empty + i, F::kTeam * (F::kCodes ? kWarpgroup : kWorkerWarps));
     }
     for (int i = 0; i < kTeamBuffers; ++i) {
       ptx::mbarrier_init(shared.ready + i, kWarpgroup);

@@ -29,7 +29,7 @@ def test_all_heads_at_a_time(cupy, case: Case) -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("case", LATENT_SPLITS[:2], ids=str)
+@pytest.mark.parametrize("case", LATENT_SPLITS, ids=str)
 def test_two_latent_splits(cupy, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ON_HOPPER["latent"].options, "split_keys", 672)
     check_backend(ON_HOPPER["latent"], case)
