@@ -120,12 +120,13 @@ template <FlashPrefillSm90Spec S> struct Flash {
                     kThreads / kWarpgroup * ptx::start_registers(kThreads),
                 "more would wait forever");
 
-  // Keys of tile i that are multiplied. The last tile may have few, and then so many are enough, but the products that end a work take
-  // whole tiles.
+  // Of the tile with a work's last keys, which is the first to be computed, only so many are multiplied where that is enough. Not of a
+  // work's only tile, because the products that end a work take whole tiles.
   static constexpr int kFewKeys = S.warpgroups == 3 ? 64 : 32;
-  static __device__ __forceinline__ int keys_of_tile(const Work& work, int i) {
-    const int left = work.keys.end - work.first_key - i * S.tile_kv;
-    return S.tile_kv < 128 || i == 0 || left > kFewKeys ? S.tile_kv : kFewKeys;
+  static constexpr bool kTakesFew = S.tile_kv == 128;
+  static __device__ __forceinline__ bool has_few(const Work& work) {
+    const int last = work.tile_count - 1;
+    return kTakesFew && last > 0 && work.keys.end - work.first_key - last * S.tile_kv <= kFewKeys;
   }
   // Where the atoms of a key are in its tile.
   static __device__ __forceinline__ int row_offset(int key) { return key / 8 * kEightKeysBytes; }
@@ -231,7 +232,7 @@ struct WorkList {
       : table(sequences), blocks(block_table), tile_tokens(tokens), kv_num_heads(kv_heads) {
     int tiles = 0;
     int singles = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (int i = threadIdx.x % kWarpSize; i <= table.batch_size; i += kWarpSize) {
       const int own = tiles_of(i);
       tiles += own;
@@ -386,16 +387,16 @@ template <FlashPrefillSm90Spec S> __device__ __forceinline__ void load_queries(c
   }
 }
 
-// A warp that loads the tiles of keys, or of values.
-template <FlashPrefillSm90Spec S, bool kValues>
-__device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, const Shared<S>& shared) {
+// A warp that loads the tiles of keys, or of values: one copy of the code for both.
+template <FlashPrefillSm90Spec S>
+__device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, const Shared<S>& shared, bool is_values) {
   using F = Flash<S>;
   const int lane = threadIdx.x % kWarpSize;
   const int block_keys = min_of(p.blocks.block_size, S.tile_kv);  // of a block that lie in one tile
   const int parts = S.tile_kv / block_keys;
-  const TensorMap& map = kValues ? p.value_map : p.key_map;
-  const int head_step = kValues ? p.value_head_step : p.key_head_step;
-  const Tiles& tiles = kValues ? shared.loaded_values : shared.loaded_keys;
+  const TensorMap& map = is_values ? p.value_map : p.key_map;
+  const int head_step = is_values ? p.value_head_step : p.key_head_step;
+  const Tiles tiles = is_values ? shared.loaded_values : shared.loaded_keys;
   Ring<2> works;
   Ring<S.stages> ring;
 
@@ -426,7 +427,7 @@ __device__ __forceinline__ void load_tiles(const FlashPrefillSm90Params& p, cons
       uint64_t* s_full = tiles.full + ring.stage;
       ptx::mbarrier_wait(tiles.empty + ring.stage, ring.parity ^ 1);
       if (ptx::elect()) {
-        if constexpr (!kValues) shared.loaded_unmapped[ring.stage] = unmapped;
+        if (!is_values) shared.loaded_unmapped[ring.stage] = unmapped;
         ptx::mbarrier_arrive_expect(s_full, F::kLoadedBytes);
         const int eight = offset_in_block(p.blocks, work.first_key + i * S.tile_kv) / 8;  // 0 unless the tile lies in one block
 #pragma unroll
@@ -587,6 +588,18 @@ __device__ __forceinline__ bool is_in(const Work& work, uint32_t place) {
   return place < static_cast<uint32_t>(kWarpgroupRows * work.tokens);
 }
 
+// Calls row(token of the work, head) for each of the calling warp's rows that exist.
+template <class Row>
+__device__ __forceinline__ void for_rows_of_warp(const FlashPrefillSm90Params& p, const Work& work, int warpgroup, const Row& row) {
+  const int first_row = static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize * 16;
+#pragma unroll 1
+  for (int i = first_row; i < first_row + 16; ++i) {
+    const uint32_t place = place_of_row(p, warpgroup, i);
+    if (!is_in(work, place)) break;
+    row(static_cast<int>(place / kWarpgroupRows), work.kv_head * p.group_size + static_cast<int>(place % kWarpgroupRows));
+  }
+}
+
 // Attends those of the calling warp's rows again that hidden values have spoilt, and writes what they should have been. Bit r of
 // `rounds` tells of rounds r, r + 32, ... of the CTA's work that some row may be. Each warp calls it when it is done with all of its
 // work, for the rows that it has written itself, so nobody waits for anybody. Not inlined, and not called earlier, because its
@@ -596,7 +609,6 @@ template <FlashPrefillSm90Spec S> __device__ __noinline__ void repair(const Flas
   using Io = typename F::Io;
   using Row = PlainRow<S.io, S.cache, S.head_size, S.head_size>;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup - F::kFirstConsumer;
-  const int first_row = static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize * 16;
   WorkList list(p.sequences, p.blocks, S.warpgroups * p.warpgroup_tokens, p.kv_num_heads);
   __syncwarp();  // the rows that other lanes have written are visible
 #pragma unroll 1
@@ -607,13 +619,8 @@ template <FlashPrefillSm90Spec S> __device__ __noinline__ void repair(const Flas
     find_keys<S>(p, work);
     const KvHead<S.cache> value_head(p.value_cache, work.kv_head);
     const Values<S.cache, S.head_size> values{value_head, p.blocks, work.sequence};
-#pragma unroll 1
-    for (int row = first_row; row < first_row + 16; ++row) {
-      const uint32_t place = place_of_row(p, warpgroup, row);
-      if (!is_in(work, place)) break;
-      const int token_of_work = static_cast<int>(place / kWarpgroupRows);
+    for_rows_of_warp(p, work, warpgroup, [&](int token_of_work, int head) {
       const int token = work.first_token + token_of_work;
-      const int head = work.kv_head * p.group_size + static_cast<int>(place % kWarpgroupRows);
       Io* g_row = output_row<Io>(p.out, token, head, S.head_size);
       uint32_t nan = 0;
 #pragma unroll
@@ -624,15 +631,15 @@ template <FlashPrefillSm90Spec S> __device__ __noinline__ void repair(const Flas
           if (channel < S.head_size && is_nan(to_float(g_row[channel]))) nan |= 1u << (2 * i + j);
         }
       }
-      if (!__any_sync(kFullWarp, nan != 0)) continue;
+      if (!__any_sync(kFullWarp, nan != 0)) return;
       const KeyRange own = keys_of_token(p.sequences, p.rules, work, token_of_work);
-      if (!values.is_spoilt_by_others(nan, own, work.keys)) continue;
+      if (!values.is_spoilt_by_others(nan, own, work.keys)) return;
       Row plain;
       plain.attend(static_cast<const Io*>(p.query) + token * p.query_stride + head * S.head_size, p.key_cache, p.value_cache, work.kv_head,
                    p.blocks, work.sequence, own, p.rules, bias_row_of<Io>(p.rules, work.sequence, head, work.first_row + token_of_work));
       const float factor = finalize(plain.state, sink_of<Io>(p.out.head_sink, head)).factor;
       plain.for_values(factor, [&](int channel, float a, float b) { store_2(g_row, channel, S.head_size, a, b); });
-    }
+    });
   }
 }
 
@@ -908,31 +915,21 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   // queries: 0, lest it move the references of its warp.
   __device__ __forceinline__ float factor_of(int half) const { return !exists(half) ? 0.0f : S.has_rules ? 1.0f : scale[half]; }
 
-  // Weights of the first tile to be computed, whose first kKeys keys are all that is admitted.
-  template <int kKeys>
-  __device__ __forceinline__ void begin(uint32_t (&weights)[kScores / 8][4], RowPair& rows, const float (&factor)[2]) {
-    float scores[kKeys / 2];
-    float rescale[2];
+  __device__ __forceinline__ void release_values() {
+    release(shared.values.empty + value_ring.stage);
+    value_ring.advance();
+  }
+
+  // Issues the products of a tile's keys, as many as there are scores.
+  template <int kCount> __device__ __forceinline__ void begin(float (&scores)[kCount]) {
     wait_keys();
     ptx::wgmma_fence();
     multiply_keys(scores);
-    const int i = work.tile_count - 1;
-    const Sight sight = sight_of<kKeys>(i);
-    ptx::wgmma_wait<0>();
-    ptx::hold(scores);
-    if (!F::kHoldsQuery && i == 0) release(shared.query_empty);
-    finish_scores(scores, i, sight);
-    weigh(scores, rows, factor, rescale);
-#pragma unroll
-    for (int j = 0; j < kKeys / 4; ++j) weights[j / 4][j % 4] = ptx::pack_2<Math>(scores[2 * j], scores[2 * j + 1]);
   }
 
-  // The products of tile i's values, of which the first kKeys have weights, and of tile i - 1's keys; then weights of the latter.
+  // Issues the products of a tile's keys and of the values of tile i before it, of which the first kKeys have weights.
   template <int kKeys>
-  __device__ __forceinline__ void advance(float (&acc)[kOutputs], uint32_t (&weights)[kScores / 8][4], RowPair& rows,
-                                          const float (&factor)[2], int i) {
-    float scores[kScores];
-    float rescale[2];
+  __device__ __forceinline__ void advance(float (&scores)[kScores], float (&acc)[kOutputs], const uint32_t (&weights)[kScores / 8][4], int i) {
     wait_keys();
     wait_values();
     wait_turn();
@@ -941,20 +938,6 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     multiply_keys(scores);
     multiply_values<kKeys>(acc, weights, i != work.tile_count - 1);
     pass_turn();
-
-    const Sight sight = sight_of<S.tile_kv>(i - 1);
-    ptx::wgmma_wait<1>();
-    ptx::hold(scores);
-    if (!F::kHoldsQuery && i == 1) release(shared.query_empty);
-    finish_scores(scores, i - 1, sight);
-    const bool moved = weigh(scores, rows, factor, rescale);
-
-    ptx::wgmma_wait<0>();
-    ptx::hold(acc);
-    release(shared.values.empty + value_ring.stage);
-    value_ring.advance();
-    pack_weights<Math>(weights, scores);
-    if (moved) scale_rows(acc, rescale);
   }
 
   // Of the lane's 8 bytes in 32: those of the first n-tile are with the even lanes (write).
@@ -996,20 +979,66 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     return finished;
   }
 
+  // Weights of tile i, the first to be computed, which has few keys.
+  __device__ __forceinline__ void weigh_few(uint32_t (&weights)[kScores / 8][4], RowPair& rows, const float (&factor)[2], int i) {
+    float scores[F::kFewKeys / 2];
+    float rescale[2];
+    begin(scores);
+    const Sight sight = sight_of<F::kFewKeys>(i);
+    ptx::wgmma_wait<0>();
+    ptx::hold(scores);
+    finish_scores(scores, i, sight);
+    weigh(scores, rows, factor, rescale);
+#pragma unroll
+    for (int j = 0; j < F::kFewKeys / 4; ++j) weights[j / 4][j % 4] = ptx::pack_2<Math>(scores[2 * j], scores[2 * j + 1]);
+  }
+
   // Also fetches the next work, while the last products run.
   __device__ __forceinline__ void attend(float (&acc)[kOutputs], Finished& finished) {
     RowPair rows;
     const float factor[2] = {factor_of(0), factor_of(1)};
+    float scores[kScores];
     uint32_t weights[kScores / 8][4];
+    float rescale[2];
+    Sight sight;
 
+    // The first whole tile. Products would be waited for one by one if they were still on their way where the branches meet.
     int i = work.tile_count - 1;
-    if (F::keys_of_tile(work, i) < S.tile_kv) {
-      begin<F::kFewKeys>(weights, rows, factor);
-      advance<F::kFewKeys>(acc, weights, rows, factor, i--);
+    const bool has_few = F::has_few(work);
+    if (has_few) {
+      weigh_few(weights, rows, factor, i);
+      advance<F::kFewKeys>(scores, acc, weights, i);
+      sight = sight_of<S.tile_kv>(--i);
+      ptx::wgmma_wait<0>();
+      ptx::hold(acc);
+      release_values();
     } else {
-      begin<S.tile_kv>(weights, rows, factor);
+      begin(scores);
+      sight = sight_of<S.tile_kv>(i);
+      ptx::wgmma_wait<0>();
     }
-    for (; i > 0; --i) advance<S.tile_kv>(acc, weights, rows, factor, i);
+    ptx::hold(scores);
+    if (!F::kHoldsQuery && i == 0) release(shared.query_empty);
+    finish_scores(scores, i, sight);
+    bool moved = weigh(scores, rows, factor, rescale);
+    pack_weights<Math>(weights, scores);
+    if (has_few && moved) scale_rows(acc, rescale);
+
+    for (; i > 0; --i) {
+      advance<S.tile_kv>(scores, acc, weights, i);
+      sight = sight_of<S.tile_kv>(i - 1);
+      ptx::wgmma_wait<1>();
+      ptx::hold(scores);
+      if (!F::kHoldsQuery && i == 1) release(shared.query_empty);
+      finish_scores(scores, i - 1, sight);
+      moved = weigh(scores, rows, factor, rescale);
+
+      ptx::wgmma_wait<0>();
+      ptx::hold(acc);
+      release_values();
+      pack_weights<Math>(weights, scores);
+      if (moved) scale_rows(acc, rescale);
+    }
 
     wait_values();
     ptx::hold(acc);
@@ -1019,8 +1048,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     fetch();
     ptx::wgmma_wait<0>();
     ptx::hold(acc);
-    release(shared.values.empty + value_ring.stage);
-    value_ring.advance();
+    release_values();
   }
 
   // What a warpgroup without rows does instead: lets the tiles, and its turns, pass.
@@ -1031,8 +1059,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       release(shared.keys.empty + key_ring.stage);
       key_ring.advance();
       wait_values();
-      release(shared.values.empty + value_ring.stage);
-      value_ring.advance();
+      release_values();
       if (i > 1) {
         wait_turn();
         pass_turn();
@@ -1075,6 +1102,17 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     return spoilt;
   }
 
+  // What rows that attend nothing get.
+  __device__ __forceinline__ void write_nothing() const {
+    for_rows_of_warp(p, work, warpgroup, [&](int token_of_work, int head) {
+      const int token = work.first_token + token_of_work;
+      Io* g_row = output_row<Io>(p.out, token, head, S.head_size);
+#pragma unroll 1
+      for (int channel = threadIdx.x % kWarpSize; channel < S.head_size; channel += kWarpSize) g_row[channel] = from_float<Io>(0.0f);
+      if (threadIdx.x % kWarpSize == 0) store_lse(p.out, token, head, negative_infinity());
+    });
+  }
+
   // Every fourth 8 bytes of a row. Asks once how they are aligned: a branch for each would keep their exchanges apart.
   template <int kCount> static __device__ __forceinline__ void store_vectors(Io* g_target, const Vector8 (&vectors)[kCount]) {
     if (is_aligned(g_target, sizeof(Vector8))) {
@@ -1103,22 +1141,21 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   __device__ __forceinline__ void run() {
     if (warpgroup == S.warpgroups - 1) pass_turn();  // the first turn is the first warpgroup's
     uint32_t spoilt_rounds = 0;
-    fetch();
+    uint32_t round = 1u << 31;  // a bit: of the round before the first one, whose work has no rows
 #pragma unroll 1
-    for (uint32_t round = 1; work.tokens != 0; round = round << 1 | round >> 31) {  // a bit
-      float acc[kOutputs];
-      Finished finished;
+    do {
       if (work.tile_count > 0 && !is_idle()) {
+        float acc[kOutputs];
+        Finished finished;
         attend(acc, finished);
+        if (write(acc, finished)) spoilt_rounds |= round;
       } else {
         if (work.tile_count > 0) let_pass();
-        finished = finish({});
-#pragma unroll
-        for (int j = 0; j < kOutputs; ++j) acc[j] = 0.0f;
+        write_nothing();
         fetch();
       }
-      if (write(acc, finished)) spoilt_rounds |= round;
-    }
+      round = round << 1 | round >> 31;
+    } while (work.tokens != 0);
     if (warpgroup == 0) wait_turn();  // no barrier is left half full
     if constexpr (F::kSpoils) {
       if (spoilt_rounds != 0) repair<S>(p, spoilt_rounds);
@@ -1168,10 +1205,8 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
     const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);  // the same in all lanes, visibly
     if (warp == 0) {
       load_queries<S>(p, shared);
-    } else if (warp == 1) {
-      load_tiles<S, false>(p, shared);
-    } else if (warp == 2) {
-      load_tiles<S, true>(p, shared);
+    } else if (warp <= 2) {
+      load_tiles<S>(p, shared, warp == 2);
     } else if (!F::kCodes) {
       clear_values<S>(p, shared);
     }
