@@ -246,12 +246,9 @@ struct WorkList {
     phase = rounds / ctas * cta + rounds % ctas * cta / ctas;
   }
 
-  __device__ __forceinline__ int first_token_of(int index) const {
-    return max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
-  }
   __device__ __forceinline__ int rows_of(int index) const {
-    const int end = index == table.batch_size ? table.token_count : min_of(table.token_count, table.cumulative_sequence_length[index + 1]);
-    return max_of(0, end - first_token_of(index));
+    const int end = index == table.batch_size ? table.token_count : first_token_of(table, index + 1);
+    return max_of(0, end - first_token_of(table, index));
   }
   __device__ __forceinline__ int tiles_of(int index) const { return ceil_div(rows_of(index), tile_tokens); }
 
@@ -303,7 +300,7 @@ struct WorkList {
     const int rows = rows_of(own);
     work.sequence = min_of(own, table.batch_size - 1);
     work.first_row = from_end * tile_tokens;
-    work.first_token = first_token_of(own) + work.first_row;
+    work.first_token = first_token_of(table, own) + work.first_row;
     work.tokens = min_of(tile_tokens, rows - work.first_row);
     work.past = own < table.batch_size ? table.past_seqlens[own] : -1;
     // The capacity is at most 2^31 - 1, so a sum that does not fit exceeds it.

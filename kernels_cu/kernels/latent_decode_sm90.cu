@@ -194,9 +194,9 @@ __device__ __forceinline__ SequenceWork work_of_sequence(const LatentDecodeSm90P
   int end = table.token_count;
   if (index < table.batch_size) {
     s = read_sequence(table, index, capacity_of(p.blocks));
-    end = min_of(end, table.cumulative_sequence_length[index + 1]);
+    end = first_token_of(table, index + 1);
   } else {
-    s.begin = max_of(0, min_of(end, table.cumulative_sequence_length[index]));
+    s.begin = first_token_of(table, index);
   }
   int span = s.kv_len;
   const int window = p.rules.local_window_size;

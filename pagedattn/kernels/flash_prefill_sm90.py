@@ -119,8 +119,8 @@ def why_not_problem(problem: Problem) -> str | None:
     p = problem
     if p.is_latent:
         return "needs a value cache"
-    if p.is_contiguous:
-        return "reads blocks of a power of two of positions, not one run of any length"
+    if p.is_contiguous or not p.num_blocks:
+        return "reads blocks of a power of two of positions, not one run of any length, and at least one"
     if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
         return "takes float16 and bfloat16"
     if p.head_size not in HEAD_SIZES:

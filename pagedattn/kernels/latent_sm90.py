@@ -37,7 +37,7 @@ def split_size(span: int, tiles: int, multiprocessors: int, longest: int) -> int
     longest : int
         Keys that no split shall exceed, but for rounding.
     """
-    fewest = ceil_div(span, longest)
+    fewest = max(1, ceil_div(span, longest))
 
     def cost(splits: int) -> float:
         rounds = ceil_div(tiles * splits, multiprocessors)
@@ -52,8 +52,8 @@ def why_not_problem(problem: Problem) -> str | None:
     p = problem
     if not p.is_latent or p.kv_num_heads != 1:
         return "needs a LATENT cache"
-    if p.is_contiguous:
-        return "reads blocks of a power of two of positions, not one run of any length"
+    if p.is_contiguous or not p.num_blocks:
+        return "reads blocks of a power of two of positions, not one run of any length, and at least one"
     if p.io_dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16):
         return "takes float16 and bfloat16"
     if (p.head_size, p.v_head_size) != (HEAD_SIZE, VALUE_SIZE):

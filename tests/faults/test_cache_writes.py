@@ -173,6 +173,7 @@ HOSTILE_OFFSETS = {
     "decreasing": [0, 3, 1, 6],
     "beyond the rows": [0, 3, 2**31 - 1, 2**31 - 1],
     "negative": [0, 3, -7, SMALLEST],
+    "so far below that a difference would not fit": [0, 3, SMALLEST, 6],
     "far beyond at the end": [0, 3, 4, 2**31 - 1],
 }
 

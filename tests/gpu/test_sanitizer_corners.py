@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagedattn import PagedAttention
+from pagedattn.backends import flash_prefill, latent_mla
 from tests.faults.targets import Target
 from tests.kernels.test_matrix import ON_HOPPER, TARGETS, check_backend, needs_hopper
 from tests.support.cases import CORNER, EIGHT_HEADS, LATENT_SPLITS, SMOKE, Case
@@ -57,7 +59,52 @@ def test_hostile_values_touch_nothing_they_must_not(cupy, model: Model) -> None:
     )
     decoder.prepare([40, 3, 500], 1)
     decoder.step()
-    for offsets in ([0, 5, 2, 3], [-3, big, 1, 2], [3, 2, 1, 0], [0, 0, 0, 0]):
+    for offsets in ([0, 5, 2, 3], [-3, big, 1, 2], [3, 2, 1, 0], [0, 0, 0, 0], [0, 1, -(2**31), 3]):
         decoder.arrays["cumulative_sequence_length"].set(np.array(offsets, np.int32))
         decoder.step()
     cupy.cuda.Device().synchronize()
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["", "sm80"])
+@pytest.mark.parametrize(
+    ("backend", "num_heads", "cache"),
+    [
+        ("flash", 16, ""),
+        ("latent", 33, ""),
+        ("latent", 16, ""),
+        ("latent", 128, "int8"),
+        ("decode", 16, ""),
+        ("dense", 16, ""),
+    ],
+)
+def test_offsets_that_fall_by_more_than_fits_write_no_row_that_is_not_there(
+    cupy, backend: str, num_heads: int, cache: str, forced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[0, 3, -2**31]: the difference is 2**31 - 3 in 32 bits."""
+    for module in (flash_prefill, latent_mla):
+        monkeypatch.setattr(module, "FORCE_SM80", forced)
+    tokens, block_size = 64, 64
+    is_latent = backend == "latent"
+    kv_num_heads, head_size, v_head_size = (1, 576, 512) if is_latent else (2, 128, 128)
+    keys = cupy.ones((tokens, kv_num_heads * head_size), cupy.float16)
+    pool = cupy.ones((8, block_size, kv_num_heads, head_size), cupy.int8 if cache else cupy.float16)
+    arrays = {
+        "query": cupy.ones((tokens, num_heads * head_size), cupy.float16),
+        "key": keys,
+        "key_cache": pool,
+        "cumulative_sequence_length": cupy.array([0, 3, -(2**31)], cupy.int32),
+        "past_seqlens": cupy.array([5, 9], cupy.int32),
+        "block_table": cupy.arange(8, dtype=cupy.int32).reshape(2, 4),
+    }
+    options = {"kv_cache_layout": "LATENT", "v_head_size": v_head_size} if is_latent else {}
+    if cache:
+        arrays["k_scale"] = cupy.ones(1, cupy.float32)
+        options["k_quant_type"] = "PER_TENSOR"
+    if not is_latent:
+        arrays |= {"value": keys.copy(), "value_cache": pool.copy()}
+    operator = PagedAttention(num_heads=num_heads, kv_num_heads=kv_num_heads, scale=0.1, backend=backend, **options)
+    output = cupy.full((tokens + 4096, num_heads * v_head_size), 7, cupy.float16)
+    operator(**arrays, out=output[:tokens])
+    assert (output[tokens:] == 7).all()
+    assert (output[:3] == 1).all()  # the sequence that makes sense
+    assert (output[3:tokens] == 0).all()

@@ -12,6 +12,7 @@ import pytest
 from pagedattn import warmup
 from pagedattn.backends import decode_split_kv
 from pagedattn.errors import PagedAttentionError
+from pagedattn.jit import tensor_map
 from pagedattn.kernels import decode_heads_sm90
 from pagedattn.problem import Problem, TensorInfo
 from tests.support.batches import Layer
@@ -201,3 +202,21 @@ def test_arrays_that_bulk_copies_cannot_read(name: str, change: dict[str, Any]) 
     assert reason() is None
     tensors[name] = tensors[name]._replace(**change)
     assert reason() is not None
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("backend", LAYERS)
+def test_a_table_without_columns_and_a_pool_without_blocks(
+    backend: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can attend anything, and nothing is divided by that."""
+    monkeypatch.setattr(tensor_map, "encode", lambda *args, **options: _map_of(args[2]))
+    for width, num_blocks in ((0, 8), (4, 0), (0, 0)):
+        problem = problem_of(LAYERS[backend], 4, 1, width, num_blocks)
+        plan = import_module(f"pagedattn.backends.{backend}").plan(problem, Shapes(arch))
+        assert len(plan.launches(tensors_of(problem), 1 << 20)) >= 2
+
+
+def _map_of(extents: tuple[int, ...]) -> bytes:
+    assert all(extents), "the driver refuses to describe nothing"
+    return bytes(128)

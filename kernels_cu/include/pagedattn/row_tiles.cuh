@@ -29,14 +29,13 @@ struct RowTile {
 // Tile `own` of sequence b; b = batch_size stands for the padding tokens after the last sequence.
 __device__ __forceinline__ RowTile row_tile_of(const SequenceTable& table, int b, int own, int tile_rows, int group_size,
                                                int64_t capacity) {
-  const int* g_offsets = table.cumulative_sequence_length;
   RowTile tile;
   int tokens;
   if (b < table.batch_size) {
     tile.sequence = read_sequence(table, b, capacity);
-    tokens = max_of(0, min_of(table.token_count, g_offsets[b + 1]) - tile.sequence.begin);
+    tokens = max_of(0, first_token_of(table, b + 1) - tile.sequence.begin);
   } else {
-    tile.sequence = {b, max_of(0, min_of(table.token_count, g_offsets[b])), 0, 0, 0};
+    tile.sequence = {b, first_token_of(table, b), 0, 0, 0};
     tokens = table.token_count - tile.sequence.begin;
   }
   const int64_t rows = static_cast<int64_t>(tokens) * group_size;

@@ -24,12 +24,17 @@ struct Sequence {
   __device__ bool is_active() const { return q_len > 0; }
 };
 
-// The lengths of one sequence. Offsets are clipped to the rows there are; a negative past makes it inactive.
+// Where sequence `index` begins and the one before ends, clipped to the rows there are, so that no difference of two overflows.
+__device__ __forceinline__ int first_token_of(const SequenceTable& table, int index) {
+  return max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
+}
+
+// The lengths of one sequence; a negative past makes it inactive.
 __device__ __forceinline__ Sequence read_sequence(const SequenceTable& table, int index, int64_t capacity) {
   Sequence s;
   s.index = index;
-  s.begin = max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index]));
-  const int end = max_of(0, min_of(table.token_count, table.cumulative_sequence_length[index + 1]));
+  s.begin = first_token_of(table, index);
+  const int end = first_token_of(table, index + 1);
   s.past = table.past_seqlens[index];
   s.q_len = s.past >= 0 && s.begin < end ? end - s.begin : 0;
   const int64_t kv_len = static_cast<int64_t>(s.past) + s.q_len;

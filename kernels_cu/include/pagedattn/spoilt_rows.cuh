@@ -4,7 +4,8 @@
 // no row of a tile admits are zeros in shared memory; what is left are keys that some rows admit and others do not. If the value
 // of such a key is infinite or NaN, the rows that hide it show it in the end: a sum of values is NaN though the weights have a
 // sum that is a number. So nothing is asked in the loop over tiles. Rows are looked at once, when they are done, and those that
-// are spoilt are computed again from global memory by one warp each, key after key: slow, and right whatever the caches hold.
+// are spoilt are computed again from global memory by one warp each, key after key: slow, and right whatever the caches hold. (Keys
+// in fours would be faster, but this code is a part of every kernel, and who calls one for the first time waits for its compilation.)
 //
 // A row whose own key is NaN has weights that are NaN, and is no case for this. A row whose own values are NaN looks like one that
 // is spoilt; where that may be common, as in prompts of a model that is broken, is_spoilt_by_others tells them apart first.
@@ -34,10 +35,10 @@ template <int kCount> __device__ __forceinline__ bool is_spoilt(const float (&ac
 
 struct Pair { float first, second; };
 
-// Channels 2 pair and 2 pair + 1 of a row, without their scale; zeros beyond its end or where there is no row.
+// Channels 2 pair and 2 pair + 1 of a row, without their scale; zeros beyond its end.
 template <DType Type> __device__ __forceinline__ Pair pair_of(const void* g_row, int pair, int channels) {
   static_assert(can_spoil(Type), "rows of no other type are attended again");
-  const bool exists = g_row != nullptr && 2 * pair < channels;
+  const bool exists = 2 * pair < channels;
   if constexpr (Type == DType::f8e4m3) {
     const uint32_t halves = ptx::f8e4m3_to_half_2(exists ? static_cast<const uint16_t*>(g_row)[pair] : 0u);
     return {low_of<__half>(halves), high_of<__half>(halves)};
@@ -67,7 +68,6 @@ struct Seen {
 // The values of one head of a sequence, as a warp looks through them for a row.
 template <DType Cache, int kValueSize> struct Values {
   static constexpr int kPairs = ceil_div(kValueSize / 2, kWarpSize);
-  static constexpr int kKeys = 4;        // at a time, for the sake of their latency
   static constexpr int kMostKeys = 512;  // that are looked at before a row is attended again without
 
   const KvHead<Cache>& head;
@@ -81,27 +81,16 @@ template <DType Cache, int kValueSize> struct Values {
     Seen seen;
     const auto found = [&] { return in_any_sum ? seen.nan_in_any_sum() : seen.any(); };
 #pragma unroll 1
-    for (int end = keys.end; end > keys.begin; end -= kKeys) {
+    for (int key = keys.end - 1; key >= keys.begin; --key) {
       if (!__any_sync(kFullWarp, (wanted & ~found()) != 0)) break;
-      int block[kKeys];
-      Pair x[kKeys][kPairs];
+      const int block = block_of_position(blocks, sequence, key);
+      if (block == kUnmapped) continue;
+      const void* g_row = head.row(block, offset_in_block(blocks, key));
 #pragma unroll
-      for (int n = 0; n < kKeys; ++n) block[n] = end - 1 - n >= keys.begin ? block_of_position(blocks, sequence, end - 1 - n) : kUnmapped;
-#pragma unroll
-      for (int n = 0; n < kKeys; ++n) {
-        const void* g_row = block[n] == kUnmapped ? nullptr : head.row(block[n], offset_in_block(blocks, end - 1 - n));
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          x[n][i] = pair_of<Cache>(g_row, static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize, kValueSize);
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kKeys; ++n) {
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          seen.look(x[n][i].first, 2 * i);
-          seen.look(x[n][i].second, 2 * i + 1);
-        }
+      for (int i = 0; i < kPairs; ++i) {
+        const Pair x = pair_of<Cache>(g_row, static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize, kValueSize);
+        seen.look(x.first, 2 * i);
+        seen.look(x.second, 2 * i + 1);
       }
     }
     return wanted & found();
@@ -129,7 +118,6 @@ template <DType Cache, int kValueSize> struct Values {
 template <DType Io, DType Cache, int kHeadSize, int kValueSize> struct PlainRow {
   static constexpr int kQueryPairs = ceil_div(kHeadSize / 2, kWarpSize);
   static constexpr int kValuePairs = ceil_div(kValueSize / 2, kWarpSize);
-  static constexpr int kKeys = 4;  // at a time, for the sake of their latency
   static_assert(kHeadSize % 2 == 0 && kValueSize % 2 == 0, "rows are read in pairs of channels");
 
   SoftmaxState state;
@@ -163,50 +151,27 @@ template <DType Io, DType Cache, int kHeadSize, int kValueSize> struct PlainRow 
 #pragma unroll
     for (int i = 0; i < kValuePairs; ++i) acc[i][0] = acc[i][1] = 0.0f;
 #pragma unroll 1
-    for (int first = keys.begin; first < keys.end; first += kKeys) {
-      int block[kKeys];
-      float score[kKeys];
+    for (int key = keys.begin; key < keys.end; ++key) {
+      const int block = block_of_position(blocks, sequence, key);
+      if (block == kUnmapped) continue;
+      const int offset = offset_in_block(blocks, key);
+      const void* g_key = key_head.row(block, offset);
+      const void* g_value = value_head.row(block, offset);
+      float score = 0.0f;
 #pragma unroll
-      for (int n = 0; n < kKeys; ++n) {
-        block[n] = first + n < keys.end ? block_of_position(blocks, sequence, first + n) : kUnmapped;
+      for (int i = 0; i < kQueryPairs; ++i) {
+        const Pair x = pair_of<Cache>(g_key, pair(i), kHeadSize);
+        score += query[i][0] * x.first + query[i][1] * x.second;
       }
-#pragma unroll
-      for (int n = 0; n < kKeys; ++n) {
-        const void* g_key = block[n] == kUnmapped ? nullptr : key_head.row(block[n], offset_in_block(blocks, first + n));
-        score[n] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kQueryPairs; ++i) {
-          const Pair x = pair_of<Cache>(g_key, pair(i), kHeadSize);
-          score[n] += query[i][0] * x.first + query[i][1] * x.second;
-        }
-      }
-      float top = negative_infinity();
-#pragma unroll
-      for (int n = 0; n < kKeys; ++n) {
-        score[n] = group_sum<kWarpSize>(score[n]);
-        if (block[n] != kUnmapped) {
-          score[n] = kLog2E * capped_and_biased(rules, score[n] * rules.scale, g_bias, first + n);
-          top = fmaxf(top, score[n]);
-        }
-      }
-      const float factor = state.update_max(top);
+      score = kLog2E * capped_and_biased(rules, group_sum<kWarpSize>(score) * rules.scale, g_bias, key);
+      const float factor = state.update_max(score);
+      const float weight = state.weight(score);
+      state.row_sum += weight;
 #pragma unroll
       for (int i = 0; i < kValuePairs; ++i) {
-        acc[i][0] *= factor;
-        acc[i][1] *= factor;
-      }
-#pragma unroll
-      for (int n = 0; n < kKeys; ++n) {
-        if (block[n] == kUnmapped) continue;
-        const float weight = state.weight(score[n]);
-        const void* g_value = value_head.row(block[n], offset_in_block(blocks, first + n));
-        state.row_sum += weight;
-#pragma unroll
-        for (int i = 0; i < kValuePairs; ++i) {
-          const Pair x = pair_of<Cache>(g_value, pair(i), kValueSize);
-          acc[i][0] += weight * x.first;
-          acc[i][1] += weight * x.second;
-        }
+        const Pair x = pair_of<Cache>(g_value, pair(i), kValueSize);
+        acc[i][0] = acc[i][0] * factor + weight * x.first;
+        acc[i][1] = acc[i][1] * factor + weight * x.second;
       }
     }
 #pragma unroll
