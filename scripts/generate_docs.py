@@ -595,7 +595,7 @@ def _starts(rows: dict[str, Any]) -> list[str]:
     times = "; ".join(f"{name} {row[name][0]:.2f}, {row[name][1]:.2f}" for name in bench.STARTS)
     return [
         "First call of a process whose arrays are there, in seconds, with nothing compiled and with the kernels in the "
-        f"disk cache; kernels of {times}."
+        f"disk cache, medians of three processes; kernels of {times}."
     ]
 
 

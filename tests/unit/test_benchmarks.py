@@ -88,7 +88,7 @@ def test_the_page_of_first_calls_that_failed() -> None:
     assert "kernels of" not in page
 
 
-def test_first_calls_are_those_of_new_processes_twice_over_one_new_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_calls_are_those_of_new_processes_twice_over_one_new_cache_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
 
     def run(command: list[str], *, env: dict[str, str], **more: Any) -> Any:
@@ -101,8 +101,8 @@ def test_first_calls_are_those_of_new_processes_twice_over_one_new_cache(monkeyp
     monkeypatch.setattr(bench.subprocess, "run", run)
     row = bench.starts()
     assert row == measured()[-1]
-    assert [name for name, _ in seen] == [name for name in bench.STARTS for _ in range(2)]
-    assert len({folder for _, folder in seen}) == len(bench.STARTS)
+    assert [name for name, _ in seen] == [name for name in bench.STARTS for _ in range(3 * 2)]
+    assert len({folder for _, folder in seen}) == 3 * len(bench.STARTS)
     assert bench.line(row).startswith("first call: D1 2.50 s, 0.12 s from disk, P1 2.50 s")
     assert bench.line({"workload": "start", "page": None, "error": "wrong"}) == "start wrong"
 
