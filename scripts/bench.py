@@ -429,8 +429,8 @@ def starts() -> dict[str, Any]:
                 for _ in ("compiles", "finds the kernels on disk")
             ]
 
-    times = {name: [both(name) for _ in range(3)] for name in STARTS}
-    return {"workload": START, **{name: [statistics.median(x) for x in zip(*times[name], strict=True)] for name in STARTS}}
+    rows = {name: zip(*(both(name) for _ in range(3)), strict=True) for name in STARTS}
+    return {"workload": START, **{name: [statistics.median(times) for times in row] for name, row in rows.items()}}
 
 
 def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool, ceilings: dict[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_the_page_of_first_calls_that_failed() -> None:
     assert "kernels of" not in page
 
 
-def test_first_calls_are_those_of_new_processes_twice_over_one_new_cache_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_calls_are_of_new_processes_twice_over_one_new_cache_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
 
     def run(command: list[str], *, env: dict[str, str], **more: Any) -> Any:
