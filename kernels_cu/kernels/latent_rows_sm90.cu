@@ -1109,7 +1109,10 @@ __device__ __forceinline__ void write_rows(const LatentRowsSm90Params& p, const 
   for (int first = rank + threadIdx.x / kOutputVectors * ctas; first < tile.rows; first += kTogether * kStep * ctas) {
     Parts parts[kTogether];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) parts[i] = read(min_of(first + i * kStep * ctas, F::kRows - 1));
+    for (int i = 0; i < kTogether; ++i) {  // not what nobody uses: it might still be read when the other CTA has ended
+      const int row = first + i * kStep * ctas;
+      if (row < tile.rows) parts[i] = read(row);
+    }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int row = first + i * kStep * ctas;
