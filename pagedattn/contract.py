@@ -86,7 +86,7 @@ INPUTS: tuple[Input, ...] = (
         "T",
         ("token_count", "query_width"),
         "Query rows, num_heads * head_size wide; or packed rows [Q heads | K heads | V heads], "
-        "(num_heads + 2 * kv_num_heads) * head_size wide, when key and value are absent.",
+        "(num_heads + 2 * kv_num_heads) * head_size wide, when key and value are absent. head_size is a multiple of 8.",
     ),
     Input(
         1,

@@ -17,7 +17,8 @@ def merge_attention_states(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple
 
     Each part is what `paged_attention` with ``return_lse=True`` gives for the same queries. A part in which a row
     attended nothing (lse = -inf) counts for nothing, whatever its output holds. A sink is in the denominator of every
-    call that has one: give ``head_sink`` to one part only.
+    call that has one: give ``head_sink`` to one part only, and to one in which each row attends something, as the part
+    with the row's own key, because a row that attends nothing has no sink either.
 
     Parameters
     ----------

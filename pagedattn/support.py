@@ -67,7 +67,7 @@ class No:
 
 
 def no_limit(problem: Problem) -> str | None:
-    """Every size is served."""
+    """Every head size that is a multiple of 8 is served."""
     return None
 
 

@@ -611,7 +611,10 @@ def spans(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
 def shared_memory(
     tensors: Mapping[str, TensorInfo], spans: Mapping[str, tuple[int, int]], written: Iterable[str] = WRITTEN
 ) -> str | None:
-    """Message if an array that is written shares memory with another; output may be the very array of query."""
+    """Message if an array that is written shares memory with another.
+
+    Not even output with query: a kernel may read query rows again when it has written their output.
+    """
     places = {name: (tensors[name].pointer + low, tensors[name].pointer + high) for name, (low, high) in spans.items()}
     for name in written:
         if name not in places:
@@ -620,8 +623,6 @@ def shared_memory(
         for other, (first, last) in places.items():
             if first < high and low < last and other != name:
                 one, two = tensors[name], tensors[other]
-                if other == "query" and one[:4] == two[:4] and one.pointer == two.pointer:
-                    continue
                 if _overlap(one[:4], two[:4], two.pointer - one.pointer):
                     what = f"the buffer of {name}" if low == first else f"memory of {name}"
                     return f"{other}: expected memory of its own, got {what}."

@@ -15,8 +15,9 @@ from pagedattn.problem import Problem
 
 # Of the device: they decide how work is split, and from which batch on it is one kernel's and not another's.
 MULTIPROCESSORS = 132
-# Decoding batches shrink and grow, and their size may decide which kernel attends.
-BATCH_SIZES = (1, 1024)
+# Decoding batches shrink and grow, and their size decides which kernel attends, and which form of it: whether sequences
+# have splits, and whether these fill the device once. Beyond two sequences a multiprocessor nothing changes any more.
+BATCH_SIZES = (*range(1, 2 * MULTIPROCESSORS + 1), 1024)
 
 
 def kernels_of(problem: Problem, capability: int, backend: str | None = None) -> list[Compilation]:

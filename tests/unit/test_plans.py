@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedattn import warmup
+from pagedattn import dtypes, warmup
 from pagedattn.backends import decode_split_kv
 from pagedattn.errors import PagedAttentionError
 from pagedattn.jit import tensor_map
+from pagedattn.jit.launch import Recorder
 from pagedattn.kernels import decode_heads_sm90
 from pagedattn.problem import Problem, TensorInfo
 from tests.support.batches import Layer
@@ -119,6 +120,25 @@ def test_warm_up_compiles_the_kernels_of_any_batch(batch_size: int) -> None:
     problem = problem_of(LAYERS["decode_split_kv"], batch_size, 1, 256, 256 * batch_size)
     stems = {kernel.stem for kernel, _ in warmup.kernels_of(problem, 90)}
     assert stems == {"write_cache", "combine_splits", "decode_split_kv", "decode_heads_sm90"}
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "cache"), [(16, dtypes.FLOAT16), (128, dtypes.FLOAT8E4M3FN), (128, dtypes.FLOAT16)]
+)
+@pytest.mark.parametrize("keys", [2048, 8192])
+def test_warm_up_compiles_what_latent_batches_of_any_size_need(num_heads: int, cache: dtypes.DType, keys: int) -> None:
+    """Whether there are two splits, which a cluster merges, is up to the size of the batch."""
+    pytest.importorskip("cupy")
+
+    def of(size: int) -> Problem:
+        small = problem_of(Layer(num_heads, 1, 576, 512), 1, 1, keys // 16, 4096)
+        return replace(small, token_count=size, batch_size=size, cache_dtype=cache)
+
+    warmed = set(warmup.kernels_of(of(1), 90))
+    for size in (2, 30, 33, 57, 64, 66, 67, 100, 131, 133, 200, 263, 265, 300, 2000):
+        recorder = Recorder("sm_90a", 227 << 10, 132)
+        import_module("pagedattn.backends.latent_mla").plan(of(size), recorder)
+        assert set(recorder.loaded) <= warmed, size
 
 
 @pytest.mark.parametrize(
