@@ -275,12 +275,13 @@ def test_rules_about_addresses_hold_in_a_kind_that_is_known(device, change, mess
     assert device.executor.issued[0] == device.executor.issued[1]
 
 
-def test_output_may_be_the_memory_of_query_in_a_kind_that_is_known(device):
+def test_output_is_not_the_memory_of_query_in_a_kind_that_is_known_either(device):
     paged = operator()
     given = arrays()
     paged(**given)
-    paged(**{**given, "out": given["query"]})
-    assert len(device.executor.issued) == 2
+    with pytest.raises(InvalidArgumentError, match="query: expected memory of its own, got the buffer of output"):
+        paged(**{**given, "out": given["query"]})
+    assert len(device.executor.issued) == 1
 
 
 def test_explain_minds_addresses_too(device):
