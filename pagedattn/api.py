@@ -599,7 +599,7 @@ def paged_attention(
     is_causal : {0, 1}
         0: a token also sees the later new tokens of its sequence.
     out : (N, H * DV), T, optional
-        Array to write the output to.
+        Array to write the output to, with memory of its own.
     return_lse : bool
         Also return the natural logarithm of each row's softmax denominator.
     qk_dtype : str or dtype

@@ -244,7 +244,7 @@ def group_query_attention(
     sliding_window_cache : {0, 1}
         1: the cache holds the newest positions only, in order from row 0, and drops the oldest by itself.
     out : (B, S, H * D), T, optional
-        Array to write the output to.
+        Array to write the output to, with memory of its own.
     backend, checks, max_output_qk_bytes, split_keys
         As in `paged_attention`.
 
