@@ -7,7 +7,7 @@ from typing import Any
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.candidates import CandidatePlan
 from pagedattn.backends.prologue import Rows
-from pagedattn.backends.splits import SplitPlan
+from pagedattn.backends.splits import Merging, SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import decode_heads_sm90, decode_split_kv
 from pagedattn.kernels.row_tiles import key_span, row_bound
@@ -56,8 +56,8 @@ class _ByHeads:
         self.works = p.token_count * p.kv_num_heads // kernel.HEADS  # CTAs of a split
         span = key_span(p, 1)
         size = kernel.split_size(span, max(1, self.works), executor.multiprocessors)
-        heads = p.token_count * p.kv_num_heads
-        self.splits = SplitPlan(p, executor, span, size, starts_at_0=not p.has_window, counters=heads, in_runs=True)
+        merging = Merging(counters=p.token_count * p.kv_num_heads, in_runs=True)
+        self.splits = SplitPlan(p, executor, span, size, starts_at_0=not p.has_window, merging=merging)
 
     def load(self) -> None:
         self.function = self.executor.load(decode_heads_sm90.KERNEL, self.spec)
@@ -114,7 +114,7 @@ class _General:
             size,
             tile_rows=self.spec.tile_rows if shares_tokens else 0,
             starts_at_0=not p.has_window,
-            counters=row_tiles * self.head_tiles,
+            merging=Merging(counters=row_tiles * self.head_tiles),
         )
 
     def load(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.candidates import CandidatePlan
 from pagedattn.backends.prologue import Rows
-from pagedattn.backends.splits import SplitPlan
+from pagedattn.backends.splits import NO_MERGING, Merging, SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.tensor_map import why_not_rows
 from pagedattn.kernels import latent_decode, latent_decode_sm90, latent_rows_sm90
@@ -32,6 +32,24 @@ def plan(problem: Problem, executor: Executor[Function]) -> CandidatePlan:
     return CandidatePlan(problem, executor, better, _General(problem, executor))
 
 
+def _splits_for(
+    kernel: latent_rows_sm90.LatentRowsKernel | latent_decode_sm90.LatentSm90Kernel,
+    merging: Merging = NO_MERGING,
+    own_counters: int = 0,
+) -> SplitPlan:
+    """Splits as one of Hopper's kernels wants them."""
+    return SplitPlan(
+        kernel.problem,
+        kernel.executor,
+        kernel.span,
+        kernel.split_size,
+        kernel.tile_rows,
+        kernel.starts_at_0,
+        merging,
+        own_counters,
+    )
+
+
 class _FewRows:
     """`latent_rows_sm90`: for sequences with few query rows, and for caches of codes whatever the rows."""
 
@@ -42,20 +60,11 @@ class _FewRows:
         return (few or p.cache_dtype.is_quantized) and latent_rows_sm90.why_not_problem(p) is None
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
-        kernel = self.kernel = latent_rows_sm90.LatentRowsKernel(problem, executor)
-        self.splits = SplitPlan(
-            problem,
-            executor,
-            kernel.span,
-            kernel.split_size,
-            tile_rows=kernel.tile_rows,
-            starts_at_0=kernel.starts_at_0,
-        )
-        kernel.load(self.splits.count)
-        if kernel.merges:
-            self.splits.leave_nothing()
+        self.kernel = latent_rows_sm90.LatentRowsKernel(problem, executor)
+        self.splits = _splits_for(self.kernel, Merging(in_cluster=self.kernel.cluster))
 
     def load(self) -> None:
+        self.kernel.load(self.splits.count)
         self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
@@ -81,18 +90,11 @@ class _ManyRows:
         return latent_decode_sm90.why_not_problem(problem) is None
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
-        kernel = self.kernel = latent_decode_sm90.LatentSm90Kernel(problem, executor)
-        self.splits = SplitPlan(
-            problem,
-            executor,
-            kernel.span,
-            kernel.split_size,
-            tile_rows=latent_decode_sm90.ROWS,
-            starts_at_0=kernel.starts_at_0,
-            own_counters=1,  # the next piece of work
-        )
+        self.kernel = latent_decode_sm90.LatentSm90Kernel(problem, executor)
+        self.splits = _splits_for(self.kernel, own_counters=1)  # of the pieces of work that are taken
 
     def load(self) -> None:
+        self.kernel.load()
         self.splits.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagedattn.backends.arguments import Shared
 from pagedattn.backends.prologue import aligned
@@ -14,6 +14,27 @@ from pagedattn.problem import Problem
 # Parts of splits take memory in proportion to tokens and splits; many tokens fill the device without splitting.
 MAX_PARTIAL_BYTES = 1 << 30
 MAX_SPLIT_KEYS = 2**31 - 16  # a multiple of 16 that an int32 holds
+
+
+class Merging(NamedTuple):
+    """What the kernel that makes the parts merges of them itself; by default nothing.
+
+    Attributes
+    ----------
+    counters : int
+        Pieces of work whose splits it counts, so that the last one to finish merges up to `MERGED_SPLITS` of them.
+    in_runs : bool
+        More splits are merged in runs of `MERGED_SPLITS`, which have a counter each; else none is when there are more.
+    in_cluster : int
+        Up to so many splits of a token are CTAs of one cluster, which needs no memory to merge them.
+    """
+
+    counters: int = 0
+    in_runs: bool = False
+    in_cluster: int = 1
+
+
+NO_MERGING = Merging()
 
 
 class SplitPlan:
@@ -31,13 +52,10 @@ class SplitPlan:
         Rows, tokens times query heads of a group, that are split alike; 0: each token has splits of its own.
     starts_at_0 : bool
         Whether every token's keys start with the first one of its sequence.
-    counters : int
-        Pieces of work whose splits the kernel counts, so that the last one to finish merges up to `MERGED_SPLITS` of
-        them; 0: it merges none.
-    in_runs : bool
-        More splits are merged in runs of `MERGED_SPLITS`, which have a counter each; else none is when there are more.
+    merging : Merging
+        What the kernel leaves for `combine_splits`, and what it needs to merge the others.
     own_counters : int
-        Others, which the kernel wants whatever the splits are.
+        Counters that the kernel wants whatever the splits are.
 
     Attributes
     ----------
@@ -57,8 +75,7 @@ class SplitPlan:
         size: int,
         tile_rows: int = 0,
         starts_at_0: bool = False,
-        counters: int = 0,
-        in_runs: bool = False,
+        merging: Merging = NO_MERGING,
         own_counters: int = 0,
     ) -> None:
         p = self.problem = problem
@@ -72,21 +89,19 @@ class SplitPlan:
         self.tile_rows = tile_rows
         self.size = size
         self.count = split_count(span, size, starts_at_0)
-        self._run = MERGED_SPLITS if counters and (in_runs or self.count <= MERGED_SPLITS) else 1
+        in_cluster = self.count <= merging.in_cluster  # or a single one, which is a part of nothing
+        counted = not in_cluster and merging.counters > 0 and (merging.in_runs or self.count <= MERGED_SPLITS)
+        self._run = self.count if in_cluster else MERGED_SPLITS if counted else 1
         self.parts = ceil_div(self.count, self._run)
-        self._finished = counters * self.parts if self.count > 1 and self._run > 1 else 0
+        self._finished = merging.counters * self.parts if counted else 0
         self.zero_count = own_counters + self._finished
-        acc_bytes, lse_bytes = part_bytes(size)
+        acc_bytes, lse_bytes = (0, 0) if in_cluster else part_bytes(size)
         self._acc_at = aligned(4 * self.zero_count)
         self._lse_at = self._acc_at + aligned(acc_bytes)
         self.workspace_bytes = self._lse_at + lse_bytes
         self.executor = executor
         self.spec = combine_splits.CombineSpec(p.io_dtype, p.v_head_size)
         self.function: Any = None
-
-    def leave_nothing(self) -> None:
-        """Say that the kernel merges all splits, and needs no memory for that."""
-        self.parts, self.workspace_bytes = 1, 0
 
     def load(self) -> None:
         """Load `combine_splits`, if something may be left for it."""

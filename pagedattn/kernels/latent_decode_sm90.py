@@ -150,7 +150,7 @@ def why_not_tensors(query: tuple[int, int], cache: TensorInfo, output: int) -> s
 
 
 class LatentSm90Kernel:
-    """The kernel for one problem, ready to launch.
+    """The kernel for one problem.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ class LatentSm90Kernel:
         p = self.problem = problem
         self.executor = executor
         self.spec = LatentDecodeSm90Spec(p.io_dtype, not p.has_plain_scores, cluster_ctas(p.num_heads))
-        self.function = executor.load(KERNEL, self.spec)
+        self.tile_rows = ROWS
         self.tiles = row_tiles(p.token_count, p.batch_size, p.num_heads)
         self.span = key_span(p, tokens_of_tile(ROWS, p.num_heads))
         self.starts_at_0 = not p.has_window
@@ -172,6 +172,10 @@ class LatentSm90Kernel:
         self.reads_once = self.tiles <= SIDE_BY_SIDE * p.batch_size
         self.query_box = math.gcd(p.num_heads, ROWS)
         self.query_groups = HEAD_SIZE // CHANNELS if self.query_box == ROWS else 1
+
+    def load(self) -> None:
+        """Load the kernel, ahead of launches."""
+        self.function = self.executor.load(KERNEL, self.spec)
 
     def launch(
         self,

@@ -101,11 +101,6 @@ def tile_rows(cache: DType, rows: int) -> int:
     return 16 if rows <= 16 else FEW_ROWS if rows <= FEW_ROWS or not cache.is_quantized else 64
 
 
-def cluster_ctas(tiles: int, split_count: int, multiprocessors: int) -> int:
-    """CTAs of a cluster: the splits of a row tile, if there are two and all can run at once; else 1."""
-    return CLUSTER if split_count == CLUSTER and CLUSTER * tiles <= multiprocessors else 1
-
-
 def choose(io: DType, cache: DType, rows: int, ctas: int, has_rules: bool) -> LatentRowsSm90Spec:
     """Spec for sequences of ``rows`` query rows (a bound of new tokens times heads), and clusters of ``ctas``."""
     own_rows = tile_rows(cache, rows)
@@ -133,7 +128,7 @@ def why_not_problem(problem: Problem) -> str | None:
 
 
 class LatentRowsKernel:
-    """The kernel for one problem, ready to launch.
+    """The kernel for one problem.
 
     Parameters
     ----------
@@ -157,20 +152,16 @@ class LatentRowsKernel:
             typical_tiles = sequences * max(1, ceil_div(ceil_div(p.token_count, sequences) * p.num_heads, rows))
         self.span = key_span(p, tokens)
         self.starts_at_0 = not p.has_window
+        self.cluster = CLUSTER if CLUSTER * self.tiles <= executor.multiprocessors else 1  # splits that it merges
         longest = latent_sm90.typical_share(typical_tiles, executor.multiprocessors)
         self.split_size = latent_sm90.split_size(self.span, typical_tiles, executor.multiprocessors, longest)
 
     def load(self, split_count: int) -> None:
-        """Load the kernel for as many splits as a row tile may have."""
+        """Load the kernel for as many splits as a row tile may have, ahead of launches."""
         p = self.problem
-        ctas = cluster_ctas(self.tiles, split_count, self.executor.multiprocessors)
+        ctas = split_count if split_count <= self.cluster else 1
         self.spec = choose(p.io_dtype, p.cache_dtype, row_bound(p), ctas, not p.has_plain_scores)
         self.function = self.executor.load(KERNEL, self.spec)
-
-    @property
-    def merges(self) -> bool:
-        """Whether splits are merged; else that is left to `combine_splits`."""
-        return self.spec.ctas > 1
 
     def launch(
         self,

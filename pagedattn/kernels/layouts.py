@@ -104,7 +104,7 @@ PARTIALS = params(
 )
 
 MERGED_SPLITS = 8
-"""`kMergedSplits`: up to so many are merged by whoever finishes last, more by `combine_splits`."""
+"""`kMergedSplits`: splits that the last CTA to finish may merge, of kernels that count (`backends.splits.Merging`)."""
 
 KEY_ALIGNMENT = 16
 """Splits and tiles start on multiples of this many keys."""

@@ -7,7 +7,11 @@ from pagedattn.problem import Problem
 
 
 def row_bound(problem: Problem) -> int:
-    """Most query rows that a sequence has for one kv head."""
+    """Most query rows that a sequence has for one kv head, where every sequence has a new token.
+
+    Beside empty sequences one may have more, up to ``query_len_bound`` tokens' rows: kernels serve it all the same, but
+    were chosen, and had their tiles sized, for fewer.
+    """
     p = problem
     return p.group_size * max(1, min(p.query_len_bound, p.token_count - p.batch_size + 1))
 
