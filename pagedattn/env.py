@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from pagedattn.errors import InvalidArgumentError
 
@@ -23,28 +21,13 @@ class Variable:
     name: str
     doc: str
 
-    @cached_property
-    def key(self) -> Any:
-        """The name as ``os.environ`` stores it."""
-        return getattr(os.environ, "encodekey", str)(self.name)
-
-    def _value(self) -> str:
-        """``os.environ.get``, but for the two errors that it raises and catches where a variable is not set."""
-        stored = getattr(os.environ, "_data", None)
-        if stored is not None and self.key not in stored:
-            return ""
-        return os.environ.get(self.name, "")
-
     def text(self) -> str | None:
         """Value with surrounding blanks removed, or None when unset or empty."""
-        return self._value().strip() or None
+        return os.environ.get(self.name, "").strip() or None
 
     def flag(self) -> bool:
         """Value as a switch: ``1 true on yes`` or ``0 false off no``, in any case; off when unset."""
-        value = self._value()
-        if not value:
-            return False
-        value = value.strip().lower()
+        value = os.environ.get(self.name, "").strip().lower()
         if value in _FALSE:
             return False
         if value in _TRUE:
@@ -80,11 +63,16 @@ EMULATE = Variable(
 )
 
 TABLE = (CACHE_DIR, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO, BACKEND, EMULATE)
-_OF_CALLS = tuple(row.key for row in (BACKEND, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO))
+_AS_STORED = getattr(os.environ, "encodekey", str)
+_OF_CALLS = tuple(_AS_STORED(row.name) for row in (BACKEND, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO))
 
 
 def concerns_calls() -> bool:
-    """Whether a variable is there that `backend`, `checks` or `debug_info` reads: one look that spares those."""
+    """Whether a variable is there that `backend`, `checks` or `debug_info` reads.
+
+    One look for every call, which spares those three: ``os.environ.get`` raises and catches two errors where a variable
+    is not set.
+    """
     stored = getattr(os.environ, "_data", None)
     return stored is None or not stored.keys().isdisjoint(_OF_CALLS)
 
