@@ -273,21 +273,22 @@ def presence_pattern(call: Call) -> str | None:
     """kv_cache_layout is read before presence is interpreted."""
     layout = call["kv_cache_layout"]
     modes = [mode for mode in contract.MODES if mode.layout == layout]
-    for mode in modes:
-        if all(map(call.has, mode.present)) and not any(map(call.has, mode.absent)):
-            return None
-    wanted = "; or ".join(
-        " and ".join(
-            filter(
-                None, (", ".join(mode.present) + " present", ", ".join(mode.absent) + " absent" if mode.absent else "")
-            )
-        )
-        for mode in modes
-    )
-    came = [name for name in ("key", "value", "value_cache") if call.has(name)]
-    return expected(
-        "kv_cache_layout", f"{layout} to come with {wanted}", f"{', '.join(came) or 'none of them'} present"
-    )
+
+    def misfits(mode: contract.Mode) -> list[str]:
+        missing = [name for name in mode.present if not call.has(name)]
+        return missing + [name for name in mode.absent if call.has(name)]
+
+    meant = min(modes, key=lambda mode: len(misfits(mode)))
+    for name in misfits(meant):
+        if call.has(name):
+            return _not_allowed(name, layout)
+        others = (f" Or without {' and '.join(mode.absent)}: {mode.doc}." for mode in modes if name in mode.absent)
+        return f"{name}: required in the {layout} layout, got none.{''.join(others)}"
+    return None
+
+
+def _not_allowed(name: str, layout: str) -> str:
+    return f"{name}: not allowed in the {layout} layout; expected it absent, got a tensor."
 
 
 @rule
@@ -298,7 +299,7 @@ def latent_refuses(call: Call) -> str | None:
         return expected("kv_num_heads", "1 in the LATENT layout", call["kv_num_heads"])
     for name in ("v_scale", "head_sink", "q_norm_weight", "k_norm_weight"):
         if call.has(name):
-            return f"{name}: not allowed in the LATENT layout; expected it absent, got a tensor."
+            return _not_allowed(name, "LATENT")
     if call["v_quant_type"] != "NONE":
         return expected(
             "v_quant_type",

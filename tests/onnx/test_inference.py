@@ -243,13 +243,13 @@ def test_inference_reaches_later_nodes():
 # ---- malformed nodes ---------------------------------------------------------------------------------------------
 
 MALFORMED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any], str]] = {
-    "key without value": (without(SEPARATE, "value"), ("output",), HEADS, "kv_cache_layout: expected SEPARATE"),
-    "no value cache": (without(SEPARATE, "value_cache"), ("output",), HEADS, "kv_cache_layout: expected SEPARATE"),
+    "key without value": (without(SEPARATE, "value"), ("output",), HEADS, "value: required in the SEPARATE"),
+    "no value cache": (without(SEPARATE, "value_cache"), ("output",), HEADS, "value_cache: required in"),
     "value in LATENT": (
         without(LATENT, value=(F16, ("N", 576))),
         ("output",),
         LATENT_ATTRIBUTES,
-        "kv_cache_layout: expected LATENT",
+        "value: not allowed in the LATENT layout",
     ),
     "unknown layout": (SEPARATE, ("output",), {**HEADS, "kv_cache_layout": "FUSED"}, "kv_cache_layout: expected one"),
     "heads": (SEPARATE, ("output",), {"num_heads": 8, "kv_num_heads": 3}, "num_heads: expected a multiple"),

@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, str], dict[str, Any], str]] =
         {k: v for k, v in INPUTS.items() if k != "value"},
         OUTPUTS,
         HEADS,
-        "kv_cache_layout: expected SEPAR",
+        "value: required in the SEPARATE layout",
     ),
     "no output": (INPUTS, {}, HEADS, "output: required output"),
     "one cache": (INPUTS, {"output": "y", "key_cache_out": "k"}, HEADS, "value_cache_out: required together"),

@@ -293,7 +293,7 @@ def test_output_lists_that_do_not_fit_are_reported(outputs: list[str], message: 
         (HEADS, {"k_scale": (F32, (1,))}, "k_scale: expected it absent with k_quant_type = NONE"),
         ({"num_heads": 8, "kv_num_heads": 3}, {}, "num_heads: expected a multiple of kv_num_heads = 3"),
         ({**HEADS, "do_rotary": 1}, {}, "cos_cache: required by do_rotary"),
-        (HEADS, {"key": (F32, ("batch", "length", 128))}, "kv_cache_layout: expected SEPARATE to come with key"),
+        (HEADS, {"key": (F32, ("batch", "length", 128))}, "value: required in the SEPARATE layout"),
         (HEADS, {"past_value": None}, "past_value: required together with past_key"),
     ],
 )

@@ -394,8 +394,8 @@ def test_slot_minus_one_stores_nothing_and_attends_what_is_there(cache):
 @pytest.mark.parametrize(
     ("extra", "word"),
     [
-        ({"value": np.zeros((8, 72), np.float16)}, "kv_cache_layout: expected LATENT to come with "),
-        ({"value_cache": np.zeros((4, 16, 1, 72), np.float16)}, "kv_cache_layout: expected LATENT to come with "),
+        ({"value": np.zeros((8, 72), np.float16)}, "value: not allowed in the LATENT layout"),
+        ({"value_cache": np.zeros((4, 16, 1, 72), np.float16)}, "value_cache: not allowed in the LATENT layout"),
         ({"head_sink": np.zeros(4, np.float16)}, "head_sink: not allowed in the LATENT layout"),
         ({"q_norm_weight": np.ones(72, np.float16)}, "q_norm_weight: not allowed in the LATENT layout"),
         ({"v_scale": np.ones(1, f32)}, "v_scale: not allowed in the LATENT layout"),

@@ -75,11 +75,9 @@ def frozen(x: Any) -> Any:
     return x
 
 
-SEPARATE = (
-    "kv_cache_layout: expected SEPARATE to come with key, value, value_cache present; or value_cache present and "
-    "key, value absent, got {} present."
-)
-LATENT = "kv_cache_layout: expected LATENT to come with key present and value, value_cache absent, got {} present."
+MISSING = "{}: required in the {} layout, got none."
+OR_PACKED = " Or without key and value: query holds [Q | K | V]."
+NOT_IN_LATENT = "{}: not allowed in the LATENT layout; expected it absent, got a tensor."
 CHOICES = "'NONE', 'PER_TENSOR', 'PER_CHANNEL'"
 
 ATTRIBUTES = [
@@ -147,15 +145,18 @@ RULES = [
         Refused("required_inputs", "all", {name: None}, f"{name}: required input, got none.")
         for name in ("query", "key_cache", "cumulative_sequence_length", "past_seqlens", "block_table")
     ),
-    Refused("presence_pattern", "plain", {"key": None}, SEPARATE.format("value, value_cache")),
-    Refused("presence_pattern", "plain", {"value": None}, SEPARATE.format("key, value_cache")),
-    Refused("presence_pattern", "plain", {"value_cache": None}, SEPARATE.format("key, value")),
-    Refused("presence_pattern", "packed", {"value_cache": None}, SEPARATE.format("none of them")),
-    Refused("presence_pattern", "latent", {"key": None}, LATENT.format("none of them")),
-    Refused("presence_pattern", "plain", {"kv_cache_layout": "LATENT"}, LATENT.format("key, value, value_cache")),
-    Refused("presence_pattern", "latent", {"value": np.zeros((8, 72), f16)}, LATENT.format("key, value")),
+    Refused("presence_pattern", "plain", {"key": None}, MISSING.format("key", "SEPARATE") + OR_PACKED),
+    Refused("presence_pattern", "plain", {"value": None}, MISSING.format("value", "SEPARATE") + OR_PACKED),
+    Refused("presence_pattern", "plain", {"value_cache": None}, MISSING.format("value_cache", "SEPARATE")),
+    Refused("presence_pattern", "packed", {"value_cache": None}, MISSING.format("value_cache", "SEPARATE")),
+    Refused("presence_pattern", "latent", {"key": None}, MISSING.format("key", "LATENT")),
+    Refused("presence_pattern", "plain", {"kv_cache_layout": "LATENT"}, NOT_IN_LATENT.format("value")),
+    Refused("presence_pattern", "latent", {"value": np.zeros((8, 72), f16)}, NOT_IN_LATENT.format("value")),
     Refused(
-        "presence_pattern", "latent", {"value_cache": np.zeros((7, 16, 1, 72), f16)}, LATENT.format("key, value_cache")
+        "presence_pattern",
+        "latent",
+        {"value_cache": np.zeros((7, 16, 1, 72), f16)},
+        NOT_IN_LATENT.format("value_cache"),
     ),
     Refused("latent_refuses", "latent", {"kv_num_heads": 2}, "kv_num_heads: expected 1 in the LATENT layout, got 2."),
     *(
