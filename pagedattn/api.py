@@ -21,6 +21,7 @@ from pagedattn.errors import InvalidArgumentError, PagedAttentionError
 from pagedattn.jit.launch import Executor, Recorder
 from pagedattn.problem import Problem, TensorInfo
 from pagedattn.runtime import Runtime, emulated, runtime_of
+from pagedattn.support import NUMPY
 from pagedattn.validate import (
     DEFAULT_MAX_OUTPUT_QK_BYTES,
     check_device_values,
@@ -352,7 +353,7 @@ class PagedAttention:
         if refused or kind != latest:  # the layers of a step are of one kind, and comparing is quicker than hashing
             prepared = None if refused else self._prepared.get(kind)
             if prepared is None:
-                infos = _infos(arrays, signatures, pointers)
+                infos = _infos(arrays, signatures, pointers, backend)
                 prepared = self._prepared.keep(kind, self._first_of_kind(infos, bounds, metadata, backend, arrays))
             self._latest = kind, prepared
         return prepared, pointers
@@ -443,13 +444,17 @@ def describe(arrays: dict[str, Any]) -> tuple[dict[str, TensorInfo], dict[str, A
     return infos, {name: adapter_of(name, x) for name, x in arrays.items()}
 
 
-def _infos(names: Iterable[str], signatures: list[Signature], pointers: list[int]) -> dict[str, TensorInfo]:
-    """Descriptions of arrays that `identify` has seen."""
-    infos: dict[str, TensorInfo] = {}
-    for name, signature, pointer in zip(names, signatures, pointers, strict=True):
-        info = _named(name, signature, pointer)
-        infos[name] = info._replace(device="emulated") if emulated() else info
-    return infos
+def _infos(
+    names: Iterable[str], signatures: list[Signature], pointers: list[int], backend: str | None = None
+) -> dict[str, TensorInfo]:
+    """Descriptions of arrays that `identify` has seen; ``backend`` is the one that was asked for."""
+    infos = {
+        name: _named(name, signature, pointer)
+        for name, signature, pointer in zip(names, signatures, pointers, strict=True)
+    }
+    if not emulated() or backend == NUMPY.name:  # which takes arrays as they are, emulator or not
+        return infos
+    return {name: info._replace(device="emulated") if info.device == "cpu" else info for name, info in infos.items()}
 
 
 def _named(name: str, signature: Signature, pointer: int) -> TensorInfo:

@@ -58,8 +58,8 @@ BACKEND = Variable(
 )
 EMULATE = Variable(
     "PAGEDATTN_EMULATE",
-    "1: serve arrays in host memory with the CUDA backends, their sources run on the CPU thread by thread. "
-    "From the root of a checkout only; slow; needs g++.",
+    "1: serve arrays in host memory with the CUDA backends, their sources run on the CPU thread by thread, unless the "
+    "backend numpy is asked for. From the root of a checkout only; slow; needs g++.",
 )
 
 TABLE = (CACHE_DIR, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO, BACKEND, EMULATE)

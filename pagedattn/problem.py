@@ -13,7 +13,7 @@ from pagedattn.dtypes import DType
 class TensorInfo(NamedTuple):
     """What is known of an array without reading its values.
 
-    ``strides`` count elements; ``device`` is "cpu" or "cuda:N"; ``pointer`` is the address of the first element;
+    ``strides`` count elements; ``device`` is as `Problem` has it; ``pointer`` is the address of the first element;
     ``whole_strides`` says that no stride, which a library may count in bytes, ends inside an element.
     """
 
@@ -78,7 +78,7 @@ class Problem:
     split_keys : int
         Keys of a split, where a backend splits; 0: as it chooses.
     device : str
-        "cpu" or "cuda:N".
+        "cpu", "cuda:N", or "emulated" where a call on arrays in host memory takes the CUDA backends.
     """
 
     token_count: int

@@ -218,7 +218,12 @@ def why_not(row: Row, problem: Problem, arch: int) -> str | None:
         Compute capability of the device, 90 for 9.0; 0 for the CPU.
     """
     if (row.min_arch == 0) != (arch == 0):
-        return "runs on arrays in host memory only" if row.min_arch == 0 else "needs arrays on a CUDA device"
+        if row.min_arch:
+            return "needs arrays on a CUDA device"
+        is_emulated = problem.device == "emulated"
+        return (
+            "is for emulated calls only if asked for by name" if is_emulated else "runs on arrays in host memory only"
+        )
     if arch < row.min_arch:
         return f"needs compute capability {row.min_arch / 10:.1f}, the device has {arch / 10:.1f}"
     for feature in features_of(problem):

@@ -17,7 +17,8 @@ from pagedattn.errors import MissingDependencyError
 def emulate() -> Iterator[None]:
     """Serve calls on arrays in host memory with the CUDA backends, run on the CPU thread by thread.
 
-    ``backend=`` still chooses among them. Setting PAGEDATTN_EMULATE=1 has the same effect for a whole process.
+    ``backend=`` still chooses among all; "numpy" runs as ever. Setting PAGEDATTN_EMULATE=1 has the same effect for a
+    whole process.
 
     Raises
     ------

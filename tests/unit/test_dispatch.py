@@ -17,6 +17,7 @@ from pagedattn import (
     dispatch,
     explain,
     paged_attention,
+    runtime,
     support,
 )
 from pagedattn.dispatch import Choice, select
@@ -225,6 +226,10 @@ class TestChoice:
         ):
             select(problem(DECODE), 0)
 
+    def test_no_backend_for_an_emulated_call_points_at_the_one_that_has_to_be_named(self):
+        with pytest.raises(UnsupportedError, match="numpy: is for emulated calls only if asked for by name"):
+            select(replace(problem(replace(DECODE, sink=True, qk_output=1)), device="emulated"), 80)
+
     def test_an_old_device(self):
         with pytest.raises(UnsupportedError, match=r"first: needs compute capability 8\.0, the device has 7\.5; "):
             select(problem(DECODE), 75)
@@ -317,6 +322,15 @@ def test_forcing_numpy_by_argument_or_variable(monkeypatch):
     assert got.output.tobytes() == want.output.tobytes()
     monkeypatch.setenv("PAGEDATTN_BACKEND", "numpy")
     build(Case()).run(paged_attention)
+
+
+def test_forcing_numpy_where_calls_are_emulated(monkeypatch):
+    want = build(Case()).run(paged_attention)
+    monkeypatch.setattr(runtime, "_emulator", object())
+    got = build(Case()).run(paged_attention, backend="numpy")
+    assert got.output.tobytes() == want.output.tobytes()
+    monkeypatch.setenv("PAGEDATTN_BACKEND", "numpy")
+    assert build(Case()).run(paged_attention).output.tobytes() == want.output.tobytes()
 
 
 def test_the_variable_is_read_at_every_call_and_the_argument_wins(monkeypatch):
