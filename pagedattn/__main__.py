@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from pagedattn.jit.disk_cache import default_directory
 from pagedattn.problem import Problem, imagined
 from pagedattn.support import ROWS, Row
 from pagedattn.validate import coerce_split_keys, validate
-from pagedattn.warmup import warm_up
+from pagedattn.warmup import recorder_of, warm_up
 
 Lines = list[tuple[str, str]]
 PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers", "onnx", "platformdirs", "nvidia-ml-py")
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
 
     command("info", "versions, devices, compiler, caches, and which backends can run")
-    _add_problem(command("explain", "which backend serves a call, and why not each other one"))
+    _add_problem(command("explain", "which backend and kernels serve a call, and why not each other backend"))
     _add_problem(command("warmup", "compile the kernels of a call into the cache, GPU or not"))
     given = parser.parse_args(arguments)
     if given.command == "info":
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _arch_number(given.arch)
         problem, choice = explain(given)
         print(f"problem: {_shown(problem)}\n{choice}")
+        if given.command == "explain" and choice.row.min_arch:
+            print(_kernels(problem, choice, _arch_number(given.arch)))
         if given.command == "warmup":
             count = warm_up([problem], _arch_number(given.arch), choice.row.name, progress=_show_progress)
             print(f"{count} kernels are in the cache for {given.arch}")
@@ -282,6 +284,14 @@ def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
         split_keys=coerce_split_keys(given.split_keys or None),
     )
     return problem, select(problem, arch, given.backend or env.backend())
+
+
+def _kernels(problem: Problem, choice: pagedattn.Choice, arch: int) -> str:
+    """Kernels that a call with aligned arrays launches on a GPU that need not be here, with their Specs, in order."""
+    recorder = recorder_of(arch, [arch])
+    import_module(choice.row.module).plan(problem, recorder)
+    title = f"kernels, compiled for {recorder.arch} and chosen for {recorder.multiprocessors} multiprocessors:"
+    return f"{title}\n{_table([(kernel.stem, str(spec)) for kernel, spec in recorder.loaded])}"
 
 
 def _shown(problem: Problem) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from importlib import import_module
@@ -20,6 +20,12 @@ MULTIPROCESSORS = 132
 BATCH_SIZES = (*range(1, 2 * MULTIPROCESSORS + 1), 1024)
 
 
+def recorder_of(capability: int, archs: Sequence[int]) -> Recorder:
+    """Stands for a device of a compute capability, 80 for 8.0, with NVRTC that can compile for ``archs``."""
+    like = max(known for known in MAX_SHARED_BYTES if known <= capability)
+    return Recorder(arch_of(divmod(capability, 10), archs), MAX_SHARED_BYTES[like], MULTIPROCESSORS)
+
+
 def kernels_of(problem: Problem, capability: int, backend: str | None = None) -> list[Compilation]:
     """Kernels that a problem needs, as they would be compiled for a compute capability; some may be there twice.
 
@@ -33,7 +39,7 @@ def kernels_of(problem: Problem, capability: int, backend: str | None = None) ->
     backend : str, optional
         Force one.
     """
-    recorder = Recorder(arch_of(divmod(capability, 10), nvrtc().archs), MAX_SHARED_BYTES[capability], MULTIPROCESSORS)
+    recorder = recorder_of(capability, nvrtc().archs)
     choice = select(problem, capability, backend)
     if choice.row.min_arch:
         plan = import_module(choice.row.module).plan

@@ -244,6 +244,24 @@ def test_explain_names_the_backend_and_why_not_the_others(run):
         assert f"not {row.name}: needs arrays on a CUDA device" in text
 
 
+@pytest.mark.parametrize(
+    ("arch", "compiled", "shown"),
+    [
+        ("sm_80", "sm_80", "decode_split_kv io=bf16,cache=bf16,head_size=128,"),
+        ("sm_90", "sm_90a", "decode_heads_sm90 io=bf16,cache=bf16,head_size=128,heads=8,"),
+        ("sm_121", "sm_121", "decode_split_kv io=bf16,cache=bf16,head_size=128,"),
+    ],
+)
+def test_explain_names_the_kernels_that_a_gpu_would_run(run, monkeypatch, arch, compiled, shown):
+    no_cupy(monkeypatch)
+    no_nvrtc(monkeypatch)
+    sizes = ("--num-heads", "64", "--kv-num-heads", "8", "--head-size", "128", "--batch", "64", "--context", "8192")
+    status, text, error = run("explain", *sizes, "--arch", arch)
+    assert status == 0, error
+    assert f"kernels, compiled for {compiled} and chosen for 132 multiprocessors: write_cache io=bf16," in text
+    assert shown in text
+
+
 CALL = ("explain", "--num-heads", "8", "--head-size", "64", "--arch", "cpu")
 
 
