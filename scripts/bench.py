@@ -6,9 +6,9 @@
 
 Each workload is checked against the float64 reference first, then timed: eager calls behind a kernel that keeps the
 GPU busy while the host runs ahead, and replays of a CUDA graph, of 16 calls where they are decode steps, as layers of a
-model are. Inputs are rotated when they would fit in the L2 cache. Times are medians of time per call; the ceilings
-(pure read of 8 GB, a large matrix product) are measured in the same run. `start` is the first call of a process, with
-and without compiled kernels on disk.
+model are; these in a burst from rest, and sustained, when power has settled. Inputs are rotated when they would fit in
+the L2 cache. Times are medians of time per call; the ceilings (pure read of 8 GB, a large matrix product) are measured
+in the same run. `start` is the first call of a process, with and without compiled kernels on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from pagedattn.graph import GraphedStep
 ROOT = Path(__file__).resolve().parent.parent
 ROTATE_BELOW_BYTES = 256 << 20  # several times the L2 cache
 LAYERS = 16  # calls in a captured decode step
+PAUSE_MS = 10.0  # in which the host runs ahead, and power falls
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ class Gpu:
             self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM),
         )
 
-    def timed(self, calls: list[Callable[[], Any]], repeats: int, ahead_ms: float = 0.0) -> float:
+    def timed(self, calls: Sequence[Callable[[], Any]], repeats: int, ahead_ms: float = 0.0) -> float:
         """Microseconds a call, over ``repeats`` calls taken in turn from ``calls``."""
         start, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
         if ahead_ms:
@@ -340,7 +341,7 @@ class Gpu:
         end.synchronize()
         return float(self.cupy.cuda.get_elapsed_time(start, end) * 1000 / repeats)
 
-    def host_time(self, calls: list[Callable[[], Any]], repeats: int) -> float:
+    def host_time(self, calls: Sequence[Callable[[], Any]], repeats: int) -> float:
         """Microseconds of the host's time a call, over calls few enough for the driver's queue."""
         stream = self.cupy.cuda.get_current_stream()
         stream.synchronize()
@@ -433,10 +434,33 @@ def starts() -> dict[str, Any]:
     return {"workload": START, **{name: [statistics.median(times) for times in row] for name, row in rows.items()}}
 
 
+def graphs_of(workload: Workload, calls: Sequence[Callable[[], Any]]) -> tuple[list[GraphedStep[Any]], int]:
+    """Calls as CUDA graphs, and how many lie in each: the layers of a decode step share what starts a graph."""
+    if not workload.is_decode:
+        return [GraphedStep(call) for call in calls], 1
+    layers = [calls[i % len(calls)] for i in range(LAYERS)]
+    return [GraphedStep(lambda: [call() for call in layers])], LAYERS
+
+
+def burst(gpu: Gpu, workload: Workload, graphs: Sequence[Callable[[], Any]]) -> float:
+    """Microseconds of a replay after a rest, before the power limit lowers the clock."""
+    if workload.is_decode:
+        return statistics.median(gpu.timed(graphs, 3, ahead_ms=PAUSE_MS) for _ in range(3))
+    time.sleep(1.0)
+    return gpu.timed(graphs, 3)
+
+
+def sustained(gpu: Gpu, graphs: Sequence[Callable[[], Any]], replays: int, seconds: float) -> float:
+    """Microseconds of a replay at the clock that the power limit leaves after some ``seconds``."""
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        gpu.timed(graphs, replays)
+    return statistics.median(gpu.timed(graphs, replays) for _ in range(5))
+
+
 def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool, ceilings: dict[str, Any]) -> dict[str, Any]:
     """Check and time one workload."""
-    for module in (flash_prefill, latent_mla):
-        module.FORCE_SM80 = workload.sm80
+    flash_prefill.FORCE_SM80 = latent_mla.FORCE_SM80 = workload.sm80
     prepared = Prepared(workload, backend)
     # Nothing of the benchmark's own around the operator, whose host time is measured, too.
     bound = partial(prepared.operator, **prepared.arrays, out=prepared.out)
@@ -447,23 +471,12 @@ def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool, ceil
         raise AssertionError(f"{workload.name}: relative error {error:.2g} against the float64 reference")
     estimate = gpu.timed(calls, 2)
     repeats = int(np.clip(30_000 / estimate, 4, 40))
-    in_graph = LAYERS if workload.is_decode else 1
-    graphs: list[Callable[[], Any]]
-    if workload.is_decode:  # the layers of a step lie in one graph: what starts a graph is shared by them
-        layers = [calls[i % len(calls)] for i in range(in_graph)]
-        graphs = [GraphedStep(lambda: [call() for call in layers])]
-    else:
-        graphs = [GraphedStep(call) for call in calls]
-    burst = None
-    if not workload.is_decode:
-        time.sleep(1.0)
-        burst = gpu.timed(graphs, 3)
-    deadline = time.perf_counter() + (0.1 if workload.is_decode or quick else 1.5)
-    while time.perf_counter() < deadline:  # to the clock that the power limit leaves
-        gpu.timed(graphs, -(-repeats // in_graph))
-    graph_us = statistics.median(gpu.timed(graphs, -(-repeats // in_graph)) for _ in range(5)) / in_graph
+    graphs, in_graph = graphs_of(workload, calls)
+    burst_us = burst(gpu, workload, graphs) / in_graph
+    settling_seconds = 0.1 if workload.is_decode or quick else 1.5
+    graph_us = sustained(gpu, graphs, -(-repeats // in_graph), settling_seconds) / in_graph
     power, clock = gpu.state()
-    eager_us = statistics.median(gpu.timed(calls, repeats, ahead_ms=10.0) for _ in range(3))
+    eager_us = statistics.median(gpu.timed(calls, repeats, ahead_ms=PAUSE_MS) for _ in range(3))
     host_us = statistics.median(gpu.host_time(calls, 20) for _ in range(25 if workload.is_decode else 5))
     row = {
         "workload": workload.name,
@@ -473,7 +486,7 @@ def measure(workload: Workload, gpu: Gpu, backend: str | None, quick: bool, ceil
         "page": workload.page,
         "time_us": eager_us,
         "graph_us": graph_us,
-        "burst_us": burst,
+        "burst_us": burst_us,
         "host_us": host_us,
         "kv_gbps": workload.kv_bytes() / graph_us / 1000,
         "tflops": workload.flops() / graph_us / 1e6,
@@ -526,12 +539,11 @@ def line(row: dict[str, Any]) -> str:
     if row["workload"] == START:
         times = ", ".join(f"{name} {row[name][0]:.2f} s, {row[name][1]:.2f} s from disk" for name in STARTS)
         return f"first call: {times}"
-    burst = f"{row['burst_us']:9.1f}" if row["burst_us"] else " " * 9
     return (
         f"{row['workload']:5} {row['backend']:7} {row['cache']:24} page {row['page']:<4} "
-        f"graph {row['graph_us']:9.1f} us  "
-        f"burst {burst}  eager {row['time_us']:9.1f} us  host {row['host_us']:6.1f} us  {row['kv_gbps']:6.0f} GB/s  "
-        f"{row['tflops']:6.1f} TFLOP/s  {row['pct_of_ceiling']:5.1f}%  err {row['relative_error']:.1e}  "
+        f"graph {row['graph_us']:9.1f} us  burst {row['burst_us']:9.1f} us  eager {row['time_us']:9.1f} us  "
+        f"host {row['host_us']:6.1f} us  {row['kv_gbps']:6.0f} GB/s  {row['tflops']:6.1f} TFLOP/s  "
+        f"{row['pct_of_ceiling']:5.1f}%  err {row['relative_error']:.1e}  "
         f"{row['sm_mhz']} MHz {row['power_w'] and round(row['power_w'])} W"
     )
 

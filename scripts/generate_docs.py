@@ -568,7 +568,7 @@ def _version(value: object) -> str:
 
 
 def _times(rows: dict[str, Any]) -> str:
-    header = ["", "sequences, heads, cache", "backend", "page", "graph us", "eager us", "host us"]
+    header = ["", "sequences, heads, cache", "backend", "page", "graph us", "burst us", "eager us", "host us"]
     header += ["GB/s", "TFLOP/s", "% of ceiling", "MHz", "W"]
     lines = []
     for name, row in rows.items():
@@ -577,13 +577,16 @@ def _times(rows: dict[str, Any]) -> str:
         workload = bench.WORKLOADS[name]
         what = "; ".join(filter(None, [plot_bench.describe(workload), workload.note]))
         if "error" in row:
-            lines.append([name, what, row["error"], str(row["page"]), *[NOTHING] * 8])
+            lines.append([name, what, row["error"], str(row["page"]), *[NOTHING] * 9])
             continue
-        numbers = [f"{row[key]:.1f}" for key in ("graph_us", "time_us", "host_us")]
-        numbers += [f"{row[key]:.0f}" for key in ("kv_gbps", "tflops", "pct_of_ceiling")]
-        state = [NOTHING if row[key] is None else f"{row[key]:.0f}" for key in ("sm_mhz", "power_w")]
-        lines.append([name, what, row["backend"], str(row["page"]), *numbers, *state])
+        times = [_number(row.get(key), 1) for key in ("graph_us", "burst_us", "time_us", "host_us")]
+        rates = [_number(row[key], 0) for key in ("kv_gbps", "tflops", "pct_of_ceiling", "sm_mhz", "power_w")]
+        lines.append([name, what, row["backend"], str(row["page"]), *times, *rates])
     return table(header, lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
 
 
 def _starts(rows: dict[str, Any]) -> list[str]:
@@ -627,12 +630,11 @@ def _peer_times(rows: dict[str, Any], peers: dict[str, Any]) -> str:
                 row["peer"],
                 row["variant"] + (f"; {row['note']}" if "note" in row else ""),
                 NOTHING if row["page"] is None else str(row["page"]),
-                NOTHING if row["graph_us"] is None else f"{row['graph_us']:.1f}",
-                f"{row['time_us']:.1f}",
-                NOTHING if ours is None else f"{plot_bench.time_of(row) / ours:.2f}",
+                *(_number(row.get(key), 1) for key in ("graph_us", "burst_us", "time_us")),
+                _number(ours and plot_bench.time_of(row) / ours, 2),
             ]
         )
-    return table(("", "library", "variant", "page", "graph us", "eager us", "times ours"), lines)
+    return table(("", "library", "variant", "page", "graph us", "burst us", "eager us", "times ours"), lines)
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

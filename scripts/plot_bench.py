@@ -4,7 +4,8 @@
     python -m scripts.plot_bench results.json        from what `scripts/bench.py --json results.json` wrote
     python -m scripts.plot_bench results.json --out DIR
 
-Other libraries' times are those in docs/benchmarks/peers.json. Needs matplotlib: `pip install -e ".[docs]"`.
+Bars are this library's sustained times and the others' of docs/benchmarks/peers.json, for decode steps no longer than
+bursts; beside them stand bursts from rest, where such were timed. Needs matplotlib: `pip install -e ".[docs]"`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Bar(NamedTuple):
 
     label: str
     microseconds: float
+    burst: float | None
     color: str
 
 
@@ -109,8 +111,15 @@ def describe(w: bench.Workload) -> str:
 def bars_of(rows: Sequence[Row], peers: dict[str, Any], workload: str) -> list[Bar]:
     """Bars of one panel: this library first, then the peers by time."""
     ours = [row for row in rows if row["workload"] == workload and "graph_us" in row]
-    bars = [Bar(f"{OURS}, page {row['page']}", row["graph_us"], COLORS[OURS]) for row in ours]
-    return bars + [Bar(peer_label(r), time_of(r), COLORS[r["peer"]]) for r in best_of_peers(peers["times"], workload)]
+    bars = [Bar(f"{OURS}, page {row['page']}", row["graph_us"], row.get("burst_us"), COLORS[OURS]) for row in ours]
+    others = best_of_peers(peers["times"], workload)
+    return bars + [Bar(peer_label(row), time_of(row), row.get("burst_us"), COLORS[row["peer"]]) for row in others]
+
+
+def shown_time(bar: Bar) -> str:
+    """What stands beside a bar."""
+    sustained, burst = (us and f"{us:.{1 if us < 100 else 0}f}" for us in (bar.microseconds, bar.burst))
+    return f"{sustained} ({burst} in a burst)" if burst else str(sustained)
 
 
 def ceiling_of(rows: Sequence[Row], workload: str) -> float | None:
@@ -154,9 +163,9 @@ def draw(rows: Sequence[Row], peers: dict[str, Any], folder: Path) -> list[Path]
         for axis, (workload, bars) in zip(axes[:, 0], panels, strict=True):
             times = [bar.microseconds for bar in bars]
             shown = [us for us in times if us <= CUT_FROM * min(times)]
-            end = (1.12 if len(shown) == len(times) else 2) * max(shown)
+            end = (1.3 if len(shown) == len(times) else 2) * max(shown)
             drawn = axis.barh(range(len(bars)), times, color=[bar.color for bar in bars], height=0.7)
-            labels = [f"{us:.1f}" if us < 100 else f"{us:.0f}" for us in times]
+            labels = [shown_time(bar) for bar in bars]
             axis.bar_label(drawn, [x if us < end else "" for x, us in zip(labels, times, strict=True)], padding=4)
             for i, us in enumerate(times):
                 if us >= end:
