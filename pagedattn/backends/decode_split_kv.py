@@ -80,7 +80,7 @@ class _ByHeads:
             query_is_new=query.pointer != tensors["query"].pointer,
         )
         grid = (self.works * self.splits.count, 1, 1)
-        attention = Launch(self.function, grid, kernel.threads(self.spec), kernel.shared_bytes(self.spec), packed)
+        attention = kernel.KERNEL.launch(self.function, self.spec, grid, packed)
         return [attention, *self.splits.combine(shared, partials)]
 
 
@@ -104,7 +104,7 @@ class _General:
             shares_tokens=shares_tokens,
             span=span if p.has_window else kernel.ANY_SPAN,
         )
-        row_tiles = kernel.row_tile_count(self.spec, p.token_count, p.batch_size, p.group_size)
+        self.row_tiles = kernel.row_tile_count(self.spec, p.token_count, p.batch_size, p.group_size)
         self.head_tiles = p.kv_num_heads * kernel.row_chunks(self.spec, p.group_size)
         size = kernel.split_size(span, max(1, p.token_count) * self.head_tiles, executor.multiprocessors)
         self.splits = SplitPlan(
@@ -114,7 +114,7 @@ class _General:
             size,
             tile_rows=self.spec.tile_rows if shares_tokens else 0,
             starts_at_0=not p.has_window,
-            merging=Merging(counters=row_tiles * self.head_tiles),
+            merging=Merging(counters=self.row_tiles * self.head_tiles),
         )
 
     def load(self) -> None:
@@ -138,14 +138,6 @@ class _General:
             row_chunks=kernel.row_chunks(self.spec, p.group_size),
             head_tiles=self.head_tiles,
         )
-        attention = kernel.launch(
-            self.function,
-            self.spec,
-            p.token_count,
-            p.batch_size,
-            self.splits.count,
-            p.kv_num_heads,
-            p.group_size,
-            packed,
-        )
+        grid = (self.row_tiles * self.head_tiles * self.splits.count, 1, 1)
+        attention = kernel.KERNEL.launch(self.function, self.spec, grid, packed)
         return [attention, *self.splits.combine(shared, partials)]

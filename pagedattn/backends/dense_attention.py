@@ -41,13 +41,6 @@ class DensePlan:
             qk_output=p.qk_output,
             group_size=p.group_size,
         )
-        attention = kernel.launch(
-            self.function,
-            self.spec,
-            p.token_count,
-            p.batch_size,
-            p.kv_num_heads,
-            p.group_size,
-            packed,
-        )
+        grid = kernel.grid(self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size)
+        attention = kernel.KERNEL.launch(self.function, self.spec, grid, packed)
         return [self.prologue.launch(tensors, shared, workspace), attention]

@@ -64,19 +64,12 @@ class _General:
 
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         p = self.problem
-        packed = flash_prefill_sm80.PARAMS.pack(
+        kernel = flash_prefill_sm80
+        packed = kernel.PARAMS.pack(
             query=query.pointer,
             query_stride=query.stride,
-            **shared.of(flash_prefill_sm80.PARAMS),
+            **shared.of(kernel.PARAMS),
             group_size=p.group_size,
         )
-        attention = flash_prefill_sm80.launch(
-            self.function,
-            self.spec,
-            p.token_count,
-            p.batch_size,
-            p.kv_num_heads,
-            p.group_size,
-            packed,
-        )
-        return [attention]
+        grid = kernel.grid(self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size)
+        return [kernel.KERNEL.launch(self.function, self.spec, grid, packed)]

@@ -143,20 +143,14 @@ class _General:
 
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         p = self.problem
+        kernel = latent_decode
         partials = self.splits.partials(workspace)
-        packed = latent_decode.PARAMS.pack(
+        packed = kernel.PARAMS.pack(
             query=query.pointer,
             query_stride=query.stride,
-            **shared.of(latent_decode.PARAMS),
+            **shared.of(kernel.PARAMS),
             partials=partials,
         )
-        attention = latent_decode.launch(
-            self.function,
-            self.spec,
-            p.token_count,
-            p.batch_size,
-            p.num_heads,
-            self.splits.count,
-            packed,
-        )
+        grid = kernel.grid(self.spec, p.token_count, p.batch_size, p.num_heads, self.splits.count)
+        attention = kernel.KERNEL.launch(self.function, self.spec, grid, packed)
         return [attention, *self.splits.combine(shared, partials)]

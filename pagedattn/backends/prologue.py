@@ -88,4 +88,5 @@ class Prologue:
             row_chunks=self.row_chunks,
             qk_norm_epsilon=p.qk_norm_epsilon,
         )
-        return write_cache.launch(self.function, self.spec, p.token_count, self.row_chunks, packed)
+        grid = write_cache.grid(self.spec, p.token_count, self.row_chunks)
+        return write_cache.KERNEL.launch(self.function, self.spec, grid, packed)

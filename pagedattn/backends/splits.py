@@ -134,4 +134,5 @@ class SplitPlan:
             heads_per_cta=combine_splits.heads_per_cta(p.token_count, p.num_heads),
             run=self._run,
         )
-        return [combine_splits.launch(self.function, self.spec, p.token_count, p.num_heads, packed)]
+        grid = combine_splits.grid(p.token_count, p.num_heads)
+        return [combine_splits.KERNEL.launch(self.function, self.spec, grid, packed)]

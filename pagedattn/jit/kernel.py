@@ -8,7 +8,7 @@
     KERNEL = Kernel("decode_split_kv", DecodeSpec, PARAMS, threads, shared_bytes)
 
     function = executor.load(KERNEL, spec)              # compiled at first use, then cached
-    launch = Launch(function, grid, threads(spec), shared_bytes(spec), PARAMS.pack(...))
+    launch = KERNEL.launch(function, spec, grid, PARAMS.pack(...))
     issue = executor.prepare([launch], stream)
     issue()
 """
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pagedattn.jit.launch import Launch
 from pagedattn.jit.spec import Spec
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class Kernel(Generic[S]):
         if type(spec) is not self.spec_type:
             raise TypeError(f"{self.stem}: expected {self.spec_type.__name__}, got {type(spec).__name__}")
         return f"{self.stem}<{spec.cpp()}>"
+
+    def launch(self, function: Any, spec: S, grid: tuple[int, int, int], packed: bytes) -> Launch:
+        """Launch of what ``executor.load(kernel, spec)`` returned, with packed ``params``."""
+        return Launch(function, grid, self.threads(spec), self.shared_bytes(spec), packed)
 
     def translation_unit(self, spec: S, sources: Sources) -> str:
         """Text that is compiled: the ``.cu``, the checks of Spec and Params, and one explicit instantiation.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import i32, params
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div, round_up
@@ -60,17 +58,6 @@ def grid(token_count: int, num_heads: int) -> tuple[int, int, int]:
 
 
 KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes, waits_itself=True)
-
-
-def launch(
-    function: Any,
-    spec: CombineSpec,
-    token_count: int,
-    num_heads: int,
-    packed: bytes,
-) -> Launch:
-    """Launch of what ``executor.load(KERNEL, spec)`` returned; needless when the producer had one split."""
-    return Launch(function, grid(token_count, num_heads), threads(spec), shared_bytes(spec), packed)
 
 
 def smoke_specs() -> Iterator[CombineSpec]:

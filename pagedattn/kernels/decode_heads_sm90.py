@@ -10,12 +10,12 @@ from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.params import i32, i64, params, ptr
 from pagedattn.jit.spec import Spec
-from pagedattn.kernels.decode_split_kv import RESERVED_BYTES
 from pagedattn.kernels.layouts import (
     BLOCK_TABLE,
     KV_CACHE,
     OUTPUT,
     PARTIALS,
+    RESERVED_BYTES,
     SCORE_RULES,
     SEQUENCE_TABLE,
     ceil_div,

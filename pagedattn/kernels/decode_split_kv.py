@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import i32, i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import (
@@ -20,6 +18,7 @@ from pagedattn.kernels.layouts import (
     SCORE_RULES,
     SEQUENCE_TABLE,
     ceil_div,
+    fit_together,
     round_up,
 )
 
@@ -80,8 +79,6 @@ SHAPES = (
     (4, 1, 16, 2),
     (2, 1, 16, 2),
 )
-# What the system keeps of a multiprocessor's shared memory for each CTA, and has beyond what one CTA may use.
-RESERVED_BYTES = 1 << 10
 MAX_SPLIT_KEYS = 8192
 MAX_CTAS = 4  # of a multiprocessor: more would not leave a thread the registers it needs
 
@@ -135,7 +132,7 @@ def choose(
 
     def fits(shape: tuple[int, int, int, int], row_tiles: int, ctas: int) -> bool:
         need = shared_bytes(spec(shape, row_tiles, ctas))
-        return need <= shared_limit and ctas * (need + RESERVED_BYTES) <= shared_limit + RESERVED_BYTES
+        return need <= shared_limit and fit_together(ctas, need, shared_limit)
 
     shape = next(shape for shape in SHAPES if fits(shape, 1, shape[1]) and fits(shape, most, 1))
     warps, ctas, tile_keys, units = shape
@@ -160,30 +157,7 @@ def row_tile_count(spec: DecodeSpec, token_count: int, batch_size: int, group_si
     return token_count * group_size // spec.tile_rows + batch_size + 1
 
 
-def grid(
-    spec: DecodeSpec, token_count: int, batch_size: int, split_count: int, kv_num_heads: int, group_size: int
-) -> tuple[int, int, int]:
-    """CTAs of a launch."""
-    tiles = row_tile_count(spec, token_count, batch_size, group_size)
-    return tiles * split_count * kv_num_heads * row_chunks(spec, group_size), 1, 1
-
-
 KERNEL = Kernel("decode_split_kv", DecodeSpec, PARAMS, threads, shared_bytes, waits_itself=True)
-
-
-def launch(
-    function: Any,
-    spec: DecodeSpec,
-    token_count: int,
-    batch_size: int,
-    split_count: int,
-    kv_num_heads: int,
-    group_size: int,
-    packed: bytes,
-) -> Launch:
-    """Launch of what ``executor.load(KERNEL, spec)`` returned."""
-    shape = grid(spec, token_count, batch_size, split_count, kv_num_heads, group_size)
-    return Launch(function, shape, threads(spec), shared_bytes(spec), packed)
 
 
 def split_size(kv_len_bound: int, ctas_per_split: int, multiprocessors: int) -> int:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import i32, i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels import wide_attention
@@ -119,20 +117,6 @@ def grid(
 
 
 KERNEL = Kernel("dense_attention", DenseSpec, PARAMS, threads, shared_bytes, waits_itself=True)
-
-
-def launch(
-    function: Any,
-    spec: DenseSpec,
-    token_count: int,
-    batch_size: int,
-    kv_num_heads: int,
-    group_size: int,
-    packed: bytes,
-) -> Launch:
-    """Launch of what ``executor.load(KERNEL, spec)`` returned."""
-    shape = grid(spec, token_count, batch_size, kv_num_heads, group_size)
-    return Launch(function, shape, threads(spec), shared_bytes(spec), packed)
 
 
 def smoke_specs() -> Iterator[DenseSpec]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import i32, i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import (
@@ -19,6 +17,7 @@ from pagedattn.kernels.layouts import (
     SCORE_RULES,
     SEQUENCE_TABLE,
     channel_step,
+    fit_together,
     round_up,
     tile_row_stride,
 )
@@ -67,9 +66,6 @@ SHAPES = (
 SHORT_SHAPES = ((1, 4, 64, 2), (1, 4, 32, 2), (1, 4, 32, 1))
 SHORT_ROWS = 64
 
-RESERVED_BYTES = 1 << 10
-"""Shared memory that each CTA takes beside its own; a multiprocessor has that much more than one CTA may have."""
-
 
 def threads(spec: FlashSpec) -> int:
     """Threads of a CTA."""
@@ -87,8 +83,7 @@ def choose(io: DType, cache: DType, head_size: int, rows: int, shared_limit: int
     padded = round_up(head_size, channel_step(cache))
     shapes = SHORT_SHAPES if rows <= SHORT_ROWS else next(shapes for most, shapes in SHAPES if padded <= most)
     specs = [FlashSpec(io, cache, head_size, *shape) for shape in shapes]
-    room = shared_limit + RESERVED_BYTES
-    return next(spec for spec in specs if spec.ctas * (shared_bytes(spec) + RESERVED_BYTES) <= room)
+    return next(spec for spec in specs if fit_together(spec.ctas, shared_bytes(spec), shared_limit))
 
 
 def grid(
@@ -99,20 +94,6 @@ def grid(
 
 
 KERNEL = Kernel("flash_prefill_sm80", FlashSpec, PARAMS, threads, shared_bytes, waits_itself=True)
-
-
-def launch(
-    function: Any,
-    spec: FlashSpec,
-    token_count: int,
-    batch_size: int,
-    kv_num_heads: int,
-    group_size: int,
-    packed: bytes,
-) -> Launch:
-    """Launch of what ``executor.load(KERNEL, spec)`` returned."""
-    shape = grid(spec, token_count, batch_size, kv_num_heads, group_size)
-    return Launch(function, shape, threads(spec), shared_bytes(spec), packed)
 
 
 def smoke_specs() -> Iterator[FlashSpec]:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels import wide_attention
-from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div
+from pagedattn.kernels.layouts import (
+    BLOCK_TABLE,
+    KV_CACHE,
+    OUTPUT,
+    PARTIALS,
+    SCORE_RULES,
+    SEQUENCE_TABLE,
+    ceil_div,
+    fit_together,
+    round_up,
+)
 from pagedattn.kernels.row_tiles import row_tile_count
 
 
@@ -85,9 +93,7 @@ def shared_bytes(spec: LatentSpec) -> int:
 
 def resident(spec: LatentSpec, shared_limit: int) -> int:
     """CTAs that share a multiprocessor, one or two: registers hold eight warps."""
-    reserved = 1024  # by the driver, for each CTA
-    pairs = threads(spec) <= 128 and 2 * (shared_bytes(spec) + reserved) <= shared_limit + reserved
-    return 2 if pairs else 1
+    return 2 if threads(spec) <= 128 and fit_together(2, shared_bytes(spec), shared_limit) else 1
 
 
 def _fits(spec: LatentSpec, shared_limit: int) -> bool:
@@ -122,20 +128,6 @@ def grid(spec: LatentSpec, token_count: int, batch_size: int, num_heads: int, sp
 KERNEL = Kernel("latent_decode", LatentSpec, PARAMS, threads, shared_bytes, waits_itself=True)
 
 
-def launch(
-    function: Any,
-    spec: LatentSpec,
-    token_count: int,
-    batch_size: int,
-    num_heads: int,
-    split_count: int,
-    packed: bytes,
-) -> Launch:
-    """Launch of what ``executor.load(KERNEL, spec)`` returned."""
-    shape = grid(spec, token_count, batch_size, num_heads, split_count)
-    return Launch(function, shape, threads(spec), shared_bytes(spec), packed)
-
-
 def split_size(span: int, tiles: int, slots: int) -> int:
     """Keys of a split, a multiple of 64: the size with which the last CTA ends first.
 
@@ -153,8 +145,7 @@ def split_size(span: int, tiles: int, slots: int) -> int:
         return ceil_div(tiles * splits, slots) * (span / splits + SPLIT_KEYS * (splits > 1))
 
     splits = min(range(1, 2 + ceil_div(2 * slots, tiles)), key=cost)
-    size = ceil_div(ceil_div(span, splits), 64) * 64
-    return max(256, min(size, 8192))
+    return max(256, min(round_up(ceil_div(span, splits), 64), 8192))
 
 
 def smoke_specs() -> Iterator[LatentSpec]:

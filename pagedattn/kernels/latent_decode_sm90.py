@@ -206,7 +206,7 @@ class LatentSm90Kernel:
             partials=partials,
         )
         shape = grid(self.tiles, split_count, self.executor.multiprocessors, self.spec.ctas)
-        return Launch(self.function, shape, threads(self.spec), shared_bytes(self.spec), packed)
+        return KERNEL.launch(self.function, self.spec, shape, packed)
 
     def _query_map(self, query: tuple[int, int]) -> bytes:
         """[tokens, channel groups, heads, channels]; a box is some heads of a token in one group, or in all."""

@@ -1,4 +1,4 @@
-"""Structs that several kernels' Params share, one for each header in ``include/pagedattn`` that defines it."""
+"""What kernels share: structs of their Params, each as a header in ``include/pagedattn`` has it, and sizes."""
 
 from __future__ import annotations
 
@@ -121,6 +121,15 @@ def partial_bytes(token_count: int, split_count: int, num_heads: int, v_head_siz
 def split_count(kv_len_bound: int, split_size: int, starts_at_0: bool = False) -> int:
     """Splits that cover any range of ``kv_len_bound`` keys, wherever it starts unless that is known to be 0."""
     return max(1, ceil_div(kv_len_bound + (0 if starts_at_0 else KEY_ALIGNMENT - 1), split_size))
+
+
+RESERVED_BYTES = 1 << 10
+"""Shared memory that the system takes for each CTA; a multiprocessor has that much more than one CTA may have."""
+
+
+def fit_together(ctas: int, shared_bytes: int, shared_limit: int) -> bool:
+    """Whether a multiprocessor has room for CTAs of ``shared_bytes``, where one may have ``shared_limit``."""
+    return ctas * (shared_bytes + RESERVED_BYTES) <= shared_limit + RESERVED_BYTES
 
 
 def channel_step(cache: DType) -> int:

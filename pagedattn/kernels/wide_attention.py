@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagedattn.dtypes import DType
-from pagedattn.kernels.layouts import channel_step, round_up, tile_row_stride
+from pagedattn.kernels.layouts import ceil_div, channel_step, round_up, tile_row_stride
 
 
 def shared_bytes(
@@ -35,5 +35,4 @@ def shared_bytes(
 def accumulator_tiles(cache: DType, v_head_size: int, column_warps: int) -> int:
     """8-channel tiles of the accumulator that one warp holds; the kernel allows 32."""
     channels = channel_step(cache)
-    groups = -(-v_head_size // channels)
-    return -(-groups // column_warps) * channels // 8
+    return ceil_div(ceil_div(v_head_size, channels), column_warps) * channels // 8

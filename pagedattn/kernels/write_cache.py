@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
-from pagedattn.jit.launch import Launch
 from pagedattn.jit.params import f32, i32, i64, params, ptr
 from pagedattn.jit.spec import Spec
 from pagedattn.kernels.layouts import BLOCK_TABLE, KV_CACHE, ROTARY, SEQUENCE_TABLE, ceil_div
@@ -85,17 +83,6 @@ def grid(spec: WriteCacheSpec, token_count: int, row_chunks: int) -> tuple[int, 
 
 
 KERNEL = Kernel("write_cache", WriteCacheSpec, PARAMS, threads, shared_bytes)
-
-
-def launch(
-    function: Any,
-    spec: WriteCacheSpec,
-    token_count: int,
-    row_chunks: int,
-    packed: bytes,
-) -> Launch:
-    """Launch of what ``executor.load(KERNEL, spec)`` returned."""
-    return Launch(function, grid(spec, token_count, row_chunks), threads(spec), shared_bytes(spec), packed)
 
 
 def smoke_specs() -> Iterator[WriteCacheSpec]:

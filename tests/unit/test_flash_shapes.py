@@ -7,6 +7,7 @@ import pytest
 from pagedattn import dtypes
 from pagedattn.jit.compiler import MAX_SHARED_BYTES
 from pagedattn.kernels import flash_prefill_sm80 as kernel
+from pagedattn.kernels.layouts import RESERVED_BYTES
 
 
 @pytest.mark.parametrize("capability", MAX_SHARED_BYTES)
@@ -16,6 +17,5 @@ def test_a_shape_fits(capability: int, rows: int, cache: dtypes.DType) -> None:
     limit = MAX_SHARED_BYTES[capability]
     for head_size in range(8, 257, 8):
         spec = kernel.choose(dtypes.BFLOAT16, cache, head_size, rows, limit)
-        a_cta = kernel.shared_bytes(spec) + kernel.RESERVED_BYTES
-        assert spec.ctas * a_cta <= limit + kernel.RESERVED_BYTES
+        assert spec.ctas * (kernel.shared_bytes(spec) + RESERVED_BYTES) <= limit + RESERVED_BYTES
         assert rows > kernel.SHORT_ROWS or spec.tile_rows == kernel.SHORT_ROWS
