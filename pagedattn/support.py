@@ -108,7 +108,16 @@ class Row:
 ALL_YES: dict[Feature, Yes | No] = {feature: Yes() for feature in Feature}
 
 _NO_FLOAT32 = No("the kernels take float16 and bfloat16")
-_NO_SCORES = No("its kernel never holds the scores; dense does")
+_IN_REGISTERS = Yes("codes are widened in registers")
+# Kernels that add up weighted values tile by tile.
+_FUSED: dict[Feature, Yes | No] = {
+    **ALL_YES,
+    Feature.FLOAT32: _NO_FLOAT32,
+    Feature.QUANTIZED_CACHE: _IN_REGISTERS,
+    Feature.INT4_CACHE: _IN_REGISTERS,
+    Feature.OUTPUT_QK: No("its kernel never holds the scores; dense does"),
+}
+_FUSED_SEPARATE: dict[Feature, Yes | No] = {**_FUSED, Feature.LATENT: No("needs a value cache")}
 
 
 def narrow_heads(problem: Problem) -> str | None:
@@ -133,14 +142,7 @@ DECODE = Row(
     "pagedattn.backends.decode_split_kv",
     "DECODER_ATTENTION",
     80,
-    {
-        **ALL_YES,
-        Feature.LATENT: No("needs a value cache"),
-        Feature.FLOAT32: _NO_FLOAT32,
-        Feature.QUANTIZED_CACHE: Yes("codes are widened in registers"),
-        Feature.INT4_CACHE: Yes("codes are widened in registers"),
-        Feature.OUTPUT_QK: _NO_SCORES,
-    },
+    _FUSED_SEPARATE,
     limits=narrow_heads,
     prefers=decode_shaped,
     prefers_text="batches of about one new token a sequence",
@@ -152,14 +154,7 @@ FLASH = Row(
     "pagedattn.backends.flash_prefill",
     "FLASH_ATTENTION",
     80,
-    {
-        **ALL_YES,
-        Feature.LATENT: No("needs a value cache"),
-        Feature.FLOAT32: _NO_FLOAT32,
-        Feature.QUANTIZED_CACHE: Yes("codes are widened in registers"),
-        Feature.INT4_CACHE: Yes("codes are widened in registers"),
-        Feature.OUTPUT_QK: _NO_SCORES,
-    },
+    _FUSED_SEPARATE,
     limits=narrow_heads,
 )
 
@@ -175,13 +170,9 @@ LATENT = Row(
     "LATENT_ATTENTION",
     80,
     {
-        **ALL_YES,
+        **_FUSED,
         Feature.SEPARATE: No("serves the LATENT layout only"),
-        Feature.FLOAT32: _NO_FLOAT32,
-        Feature.QUANTIZED_CACHE: Yes("codes are widened in registers"),
-        Feature.INT4_CACHE: Yes("codes are widened in registers"),
         Feature.HEAD_SINK: No("the contract refuses it in the LATENT layout"),
-        Feature.OUTPUT_QK: _NO_SCORES,
     },
     limits=latent_limits,
 )

@@ -21,22 +21,26 @@ class Candidate(Protocol):
     def load(self) -> None:
         """Load the kernels that it launches and that were not loaded as it was made; called once, ahead of launches."""
 
-    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
-        """Reason why it cannot read and write these arrays, or None."""
-
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         """Launches that attend, after the prologue's."""
 
 
+class SelectiveCandidate(Candidate, Protocol):
+    """One that is not for every array."""
+
+    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
+        """Reason why it cannot read and write these arrays, or None."""
+
+
 class CandidatePlan:
-    """The prologue, and ``better``, a kernel that is not for every array, or ``general``, which is.
+    """The prologue, and ``better``, where there is one that can read a call's arrays, or else ``general``.
 
     The one that comes first is loaded with the plan. The other one may never be needed, and is loaded when a call's
     arrays ask for it; an executor refuses that within a graph capture.
     """
 
     def __init__(
-        self, problem: Problem, executor: Executor[Function], better: Candidate | None, general: Candidate
+        self, problem: Problem, executor: Executor[Function], better: SelectiveCandidate | None, general: Candidate
     ) -> None:
         self.problem = problem
         self.better, self.general = better, general

@@ -121,9 +121,6 @@ class _General:
         self.function = self.executor.load(decode_split_kv.KERNEL, self.spec)
         self.splits.load()
 
-    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
-        return None
-
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         p = self.problem
         kernel = decode_split_kv

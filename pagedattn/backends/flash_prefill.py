@@ -59,9 +59,6 @@ class _General:
     def load(self) -> None:
         self.function = self.executor.load(flash_prefill_sm80.KERNEL, self.spec)
 
-    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
-        return None
-
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         p = self.problem
         kernel = flash_prefill_sm80

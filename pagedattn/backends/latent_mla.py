@@ -138,9 +138,6 @@ class _General:
         self.function = self.executor.load(latent_decode.KERNEL, self.spec)
         self.splits.load()
 
-    def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
-        return None
-
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
         p = self.problem
         kernel = latent_decode
