@@ -761,34 +761,11 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
     check_host_values(values)
     cu = values["cumulative_sequence_length"].astype(np.int64)
     past = values["past_seqlens"].astype(np.int64)
-    table = values.get("block_table", np.arange(problem.batch_size)[:, None])
-    require_values("cumulative_sequence_length", cu, (np.arange(cu.size) > 0) | (cu == 0), "0 as the first entry")
-    require_values("cumulative_sequence_length", cu, np.diff(cu, prepend=0) >= 0, "a value not below the one before")
-    require_values(
-        "cumulative_sequence_length", cu, cu <= problem.token_count, f"a value <= token_count = {problem.token_count}"
-    )
-    require_values("past_seqlens", past, past >= 0, "a value >= 0")
+    _check_lengths(problem, cu, past)
     q_len = np.diff(cu)
     kv_len = past + q_len
-    live = q_len > 0
-    require_values(
-        "past_seqlens",
-        kv_len,
-        ~live | (kv_len <= problem.capacity),
-        f"past + new tokens <= the block table's capacity {problem.capacity}",
-    )
-    window_start = 0 * past
-    if problem.has_window and not problem.has_query_positions:
-        window_start = np.maximum(0, past - problem.local_window_size + 1)
-    first = window_start // problem.block_size
-    entry = np.arange(table.shape[1])
-    used = live[:, None] & (entry >= first[:, None]) & (entry * problem.block_size < kv_len[:, None])
-    require_values(
-        "block_table",
-        table,
-        ~used | ((table >= -1) & (table < problem.num_blocks)),
-        f"-1 or a block id in [0, num_blocks = {problem.num_blocks})",
-    )
+    if "block_table" in values:
+        _check_blocks(problem, values["block_table"], past, q_len)
     tokens = int(cu[-1])
     if "slot_mapping" in values:
         slots = values["slot_mapping"][:tokens]
@@ -803,32 +780,65 @@ def check_device_values(problem: Problem, values: Mapping[str, Array]) -> None:
         if name in values:
             positions = values[name][:tokens]
         else:
-            name, positions = "past_seqlens", np.where(live, kv_len - 1, 0)
+            name, positions = "past_seqlens", np.where(q_len > 0, kv_len - 1, 0)
         require_values(
             name,
             positions,
             positions < problem.max_seq_len,
             f"positions < {problem.max_seq_len}, the rows of cos_cache",
         )
-    for name, sizes, bound in (
+    _check_bounds(problem, int(q_len.max(initial=0)), int(kv_len.max(initial=0)))
+
+
+def _check_lengths(problem: Problem, cu: Array, past: Array) -> None:
+    """Check cumulative_sequence_length and past_seqlens."""
+    name = "cumulative_sequence_length"
+    require_values(name, cu, (np.arange(cu.size) > 0) | (cu == 0), "0 as the first entry")
+    require_values(name, cu, np.diff(cu, prepend=0) >= 0, "a value not below the one before")
+    require_values(name, cu, cu <= problem.token_count, f"a value <= token_count = {problem.token_count}")
+    require_values("past_seqlens", past, past >= 0, "a value >= 0")
+    q_len = np.diff(cu)
+    require_values(
+        "past_seqlens",
+        past + q_len,
+        (q_len == 0) | (past + q_len <= problem.capacity),
+        f"past + new tokens <= the block table's capacity {problem.capacity}",
+    )
+
+
+def _check_blocks(problem: Problem, table: Array, past: Array, q_len: Array) -> None:
+    """Check the entries of block_table that sequences with new tokens read or write."""
+    window_start = 0 * past
+    if problem.has_window and not problem.has_query_positions:
+        window_start = np.maximum(0, past - problem.local_window_size + 1)
+    first, end = window_start // problem.block_size, past + q_len
+    entry = np.arange(table.shape[1])
+    used = (q_len > 0)[:, None] & (entry >= first[:, None]) & (entry * problem.block_size < end[:, None])
+    require_values(
+        "block_table",
+        table,
+        ~used | ((table >= -1) & (table < problem.num_blocks)),
+        f"-1 or a block id in [0, num_blocks = {problem.num_blocks})",
+    )
+
+
+def _check_bounds(problem: Problem, q_len: int, kv_len: int) -> None:
+    """Check bounds and capacities that the host gave against the longest of the batch."""
+    for name, longest, bound in (
         ("max_query_len_bound", q_len, problem.max_query_len_bound),
         ("max_kv_len_bound", kv_len, problem.max_kv_len_bound),
     ):
-        if bound and sizes.max(initial=0) > bound:
-            raise InvalidArgumentError(expected("attention_metadata", f"{name} >= the batch's {sizes.max()}", bound))
+        if bound and longest > bound:
+            raise InvalidArgumentError(expected("attention_metadata", f"{name} >= the batch's {longest}", bound))
     if problem.bias_shape is not None:
-        for axis, need, what in ((2, q_len, "new tokens"), (3, kv_len, "context")):
-            if problem.bias_shape[axis] < need.max(initial=0):
-                raise InvalidArgumentError(
-                    expected(
-                        "attention_bias",
-                        f"dimension {axis} >= {need.max()}, the longest {what} of the batch",
-                        problem.bias_shape[axis],
-                    )
-                )
+        for axis, longest, what in ((2, q_len, "new tokens"), (3, kv_len, "context")):
+            if problem.bias_shape[axis] < longest:
+                want = f"dimension {axis} >= {longest}, the longest {what} of the batch"
+                raise InvalidArgumentError(expected("attention_bias", want, problem.bias_shape[axis]))
 
 
 def require_values(name: str, values: Array, good: Array, allowed: str) -> None:
+    """Refuse the first value that is not good, by its tensor and index; ``allowed`` says what would be."""
     if good.all():
         return
     index = tuple(int(i) for i in np.argwhere(~good)[0])
