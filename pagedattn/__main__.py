@@ -13,19 +13,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module, metadata
-from typing import Any
-
-import numpy as np
 
 import pagedattn
 from pagedattn import contract, env
 from pagedattn.dispatch import select
-from pagedattn.dtypes import BY_NAME, INT32
+from pagedattn.dtypes import BY_NAME, FLOAT32, INT32, DType
 from pagedattn.errors import PagedAttentionError
 from pagedattn.jit import cuda
 from pagedattn.jit.compiler import arch_of
 from pagedattn.jit.disk_cache import default_directory
-from pagedattn.problem import Problem, imagined
+from pagedattn.problem import Problem, TensorInfo, imagined
 from pagedattn.support import ROWS, Row
 from pagedattn.validate import coerce_split_keys, validate
 from pagedattn.warmup import recorder_of, warm_up
@@ -234,36 +231,10 @@ def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
     latent = given.layout == "LATENT"
     kv_heads = given.kv_num_heads or (1 if latent else given.num_heads)
     cache = BY_NAME[given.cache_dtype or given.dtype]
-    device = "cuda:0" if arch else "cpu"
-    tokens, blocks = given.batch * given.query_len, -(-given.context // given.block_size)
-
-    io = BY_NAME[given.dtype].numpy
-    cache_shape = (given.batch * blocks, given.block_size, kv_heads, cache.storage_elements(given.head_size))
-    scale_shape = (kv_heads, 1, given.head_size) if given.per_channel else (1,)
-    heads = given.num_heads + 2 * kv_heads if given.packed else given.num_heads
-    present: dict[str, tuple[bool, tuple[int, ...], np.dtype[Any]]] = {
-        "query": (True, (tokens, heads * given.head_size), io),
-        "key": (not given.packed, (tokens, kv_heads * given.head_size), io),
-        "value": (not given.packed and not latent, (tokens, kv_heads * given.head_size), io),
-        "key_cache": (True, cache_shape, cache.numpy),
-        "value_cache": (not latent, cache_shape, cache.numpy),
-        "cumulative_sequence_length": (True, (given.batch + 1,), INT32.numpy),
-        "past_seqlens": (True, (given.batch,), INT32.numpy),
-        "block_table": (True, (given.batch, blocks), INT32.numpy),
-        "head_sink": (given.head_sink, (given.num_heads,), io),
-        "k_scale": (cache.is_quantized, scale_shape, BY_NAME["float32"].numpy),
-        "v_scale": (cache.is_quantized and not latent, scale_shape, BY_NAME["float32"].numpy),
-        "query_positions": (given.query_positions, (tokens,), INT32.numpy),
-        "attention_bias": (given.attention_bias, (given.batch, 1, given.query_len, given.context), io),
-    }
     quant_type = "NONE" if not cache.is_quantized else "PER_CHANNEL" if given.per_channel else "PER_TENSOR"
     cache_dtype = cache.name if cache.name == "int4" else ""
     problem = validate(
-        {
-            name: imagined(number, shape, dtype, device)
-            for number, (name, (there, shape, dtype)) in enumerate(present.items())
-            if there
-        },
+        _inputs(given, kv_heads, cache, "cuda:0" if arch else "cpu"),
         {
             "num_heads": given.num_heads,
             "kv_num_heads": kv_heads,
@@ -284,6 +255,37 @@ def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
         split_keys=coerce_split_keys(given.split_keys or None),
     )
     return problem, select(problem, arch, given.backend or env.backend())
+
+
+def _inputs(given: argparse.Namespace, kv_heads: int, cache: DType, device: str) -> dict[str, TensorInfo]:
+    """Descriptions of the inputs of a call that flags describe."""
+    latent = given.layout == "LATENT"
+    tokens, blocks = given.batch * given.query_len, -(-given.context // given.block_size)
+    io = BY_NAME[given.dtype]
+    heads = given.num_heads + 2 * kv_heads if given.packed else given.num_heads
+    kv_shape = (tokens, kv_heads * given.head_size)
+    cache_shape = (given.batch * blocks, given.block_size, kv_heads, cache.storage_elements(given.head_size))
+    scale_shape = (kv_heads, 1, given.head_size) if given.per_channel else (1,)
+    rows: dict[str, tuple[bool, tuple[int, ...], DType]] = {
+        "query": (True, (tokens, heads * given.head_size), io),
+        "key": (not given.packed, kv_shape, io),
+        "value": (not given.packed and not latent, kv_shape, io),
+        "key_cache": (True, cache_shape, cache),
+        "value_cache": (not latent, cache_shape, cache),
+        "cumulative_sequence_length": (True, (given.batch + 1,), INT32),
+        "past_seqlens": (True, (given.batch,), INT32),
+        "block_table": (True, (given.batch, blocks), INT32),
+        "head_sink": (given.head_sink, (given.num_heads,), io),
+        "k_scale": (cache.is_quantized, scale_shape, FLOAT32),
+        "v_scale": (cache.is_quantized and not latent, scale_shape, FLOAT32),
+        "query_positions": (given.query_positions, (tokens,), INT32),
+        "attention_bias": (given.attention_bias, (given.batch, 1, given.query_len, given.context), io),
+    }
+    return {
+        name: imagined(number, shape, dtype.numpy, device)
+        for number, (name, (is_present, shape, dtype)) in enumerate(rows.items())
+        if is_present
+    }
 
 
 def _kernels(problem: Problem, choice: pagedattn.Choice, arch: int) -> str:

@@ -446,9 +446,7 @@ def _cache_faults(shapes: Shapes, attributes: Mapping[str, Any]) -> Iterator[str
             raise UnsupportedError("key: expected new rows with sliding_window_cache, got a length of 0.")
         if attributes["qk_output"]:
             raise UnsupportedError(expected("qk_output", "0 with sliding_window_cache", attributes["qk_output"]))
-    elif not shapes.has("query_seqlens") or shapes.has("past_key"):
-        return
-    else:
+    elif shapes.has("query_seqlens") and not shapes.has("past_key"):
         yield "past_key: required by query_seqlens, got none."
 
 
