@@ -307,6 +307,11 @@ class PagedAttention:
         """Tell which backend would serve a call with these inputs, by name, and why each earlier one would not.
 
         On a GPU also which kernels it would launch; without ``out`` the output is taken to be aligned as new ones are.
+
+        Raises
+        ------
+        InvalidArgumentError, UnsupportedError
+            As the call would.
         """
         prepared, infos, query = self._prepare_named(inputs, out)
         problem = prepared.problem
@@ -321,7 +326,7 @@ class PagedAttention:
         return replace(prepared.choice, kernels=tuple(kernels))
 
     def problem_of(self, **inputs: Any) -> Problem:
-        """The `Problem` that a call with these inputs, by name, poses."""
+        """The `Problem` that a call with these inputs, by name, poses; errors are those of the call."""
         return self._prepare_named(inputs)[0].problem
 
     def _prepare_named(self, inputs: dict[str, Any], out: Any = None) -> tuple[_Prepared, dict[str, TensorInfo], Any]:

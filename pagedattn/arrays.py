@@ -293,6 +293,11 @@ def import_foreign(name: str, x: Any) -> Any:
     """Wrap an object of an unknown library that speaks DLPack or the CUDA array interface, without a copy.
 
     DLPack orders the producer's work before this stream's; NumPy takes what is in host memory, CuPy the rest.
+
+    Raises
+    ------
+    InvalidArgumentError
+        It speaks neither, or its type is one that NumPy cannot take.
     """
     if type(x) in _ADAPTERS:
         return x
@@ -315,7 +320,7 @@ def import_foreign(name: str, x: Any) -> Any:
 
 
 def dtype_named(name: Any) -> DType:
-    """Row of an element type given by name, NumPy or ml_dtypes type."""
+    """Row of an element type given by name, NumPy or ml_dtypes type; any other is an `InvalidArgumentError`."""
     if isinstance(name, DType):
         return name
     try:

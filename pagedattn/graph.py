@@ -97,7 +97,13 @@ class GraphBuckets(Generic[Result]):
         self._graphs: dict[int, GraphedStep[Result]] = {}
 
     def of(self, batch_size: int) -> tuple[int, GraphedStep[Result]]:
-        """Size and graph of the bucket for a batch of ``batch_size`` sequences."""
+        """Size and graph of the bucket for a batch of ``batch_size`` sequences, recorded at its first use.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The batch is larger than the largest bucket.
+        """
         index = bisect_left(self.batch_sizes, batch_size)
         if index == len(self.batch_sizes):
             raise InvalidArgumentError(

@@ -26,6 +26,11 @@ def cumulative_lengths(lengths: Any) -> Any:
     -------
     (B + 1,), int32
         ``[0, l0, l0 + l1, ...]``; ``diff`` of it is the inverse.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The lengths are no integers of rank 1, or, in host memory, one is negative or their sum does not fit int32.
     """
     xp, (lengths,) = _arrays(lengths)
     if lengths.ndim != 1:
@@ -62,6 +67,11 @@ def slot_mapping(
     -------
     (token_count,), int32
         ``block * block_size + offset``; -1 for padding, unmapped blocks and positions beyond the table.
+
+    Raises
+    ------
+    InvalidArgumentError
+        An array holds no integers.
     """
     xp, (cumulative, past, table) = _arrays(cumulative_sequence_length, past_seqlens, block_table)
     token = xp.arange(int(cumulative[-1]) if token_count is None else token_count)

@@ -51,6 +51,11 @@ class AbsorbedProjection(NamedTuple):
         Returns
         -------
         (N, num_heads * (R + qk_rope_head_dim)), of the arrays' own library and type
+
+        Raises
+        ------
+        InvalidArgumentError
+            The arrays have not these shapes.
         """
         heads, width, _ = self.w_uk.shape
         for name, x in (("q_nope", q_nope), ("q_rope", q_rope)):
@@ -73,7 +78,12 @@ class AbsorbedProjection(NamedTuple):
 
         Returns
         -------
-        (N, num_heads * v_head_dim)
+        (N, num_heads * v_head_dim), of its own library and type
+
+        Raises
+        ------
+        InvalidArgumentError
+            The array has not this shape.
         """
         heads, width, rank = self.w_uv.shape
         if len(attention_output.shape) != 2 or attention_output.shape[1] != heads * rank:

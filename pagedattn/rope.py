@@ -6,6 +6,9 @@ Each function gives the frequencies of one kind as a `Rope`; `Rope.caches` turns
 
 `from_parameters` reads the ``rope_parameters`` (formerly ``rope_scaling``) of a Hugging Face config. Everything is
 computed in float64 and rounded once. The tables are NumPy arrays; ``cupy.asarray`` and ``torch.from_numpy`` take them.
+
+For all kinds ``rotary_dim`` is the even number of channels that are rotated, and ``theta`` the base, above 0.
+Parameters that are out of range raise an `InvalidArgumentError`.
 """
 
 from __future__ import annotations
@@ -56,7 +59,12 @@ class Rope(NamedTuple):
 
         Returns
         -------
-        cos_cache, sin_cache : (max_seq_len, rotary_dim / 2)
+        cos_cache, sin_cache : (max_seq_len, rotary_dim / 2), of that type
+
+        Raises
+        ------
+        InvalidArgumentError
+            ``dtype`` is none of these.
         """
         if dtype not in _DTYPES:
             raise InvalidArgumentError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}.")
@@ -74,6 +82,11 @@ def default(rotary_dim: int, theta: float = 10000.0) -> Rope:
         Channels rotated; even.
     theta : float
         The base.
+
+    Raises
+    ------
+    InvalidArgumentError
+        One of them is out of range.
     """
     if rotary_dim <= 0 or rotary_dim % 2:
         raise InvalidArgumentError(f"rotary_dim: expected an even number > 0, got {rotary_dim}.")

@@ -86,7 +86,13 @@ class BlockPool:
         return [self._take() for _ in range(count)]
 
     def share(self, block: int) -> None:
-        """Add a reference to a block that has an owner or cached content."""
+        """Add a reference to a block that has an owner or cached content.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The block is free.
+        """
         self._check_id(block)
         if self._references[block] == 0:
             if block not in self._cached:
@@ -95,7 +101,13 @@ class BlockPool:
         self._references[block] += 1
 
     def free(self, block: int) -> None:
-        """Drop a reference; the last one makes the block cached if its content is registered, else free."""
+        """Drop a reference; the last one makes the block cached if its content is registered, else free.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The block has no owner.
+        """
         self._check_id(block)
         if self._references[block] == 0:
             raise InvalidArgumentError(f"block {block} is freed twice: it has no owner.")
@@ -111,6 +123,11 @@ class BlockPool:
 
         Of several blocks with equal content the first stays the one that is found; the others remain ordinary blocks,
         so that freeing or evicting one copy never touches another.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The block has no owner.
         """
         if self.references(block) == 0:
             raise InvalidArgumentError(f"block {block} has no owner: its content cannot be registered.")

@@ -212,6 +212,11 @@ class BlockTable:
         -------
         int
             Tokens covered, a multiple of the block size; the new ``length``.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The table is a ring, or not empty.
         """
         self._refuse_ring("reuse_prefix")
         if self.length:
@@ -237,6 +242,11 @@ class BlockTable:
         ----------
         tokens : sequence of int
             The sequence's tokens from position 0; at most ``length``.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The table is a ring, or there are more tokens than in the cache.
         """
         self._refuse_ring("commit")
         if len(tokens) > self.length:
@@ -251,6 +261,11 @@ class BlockTable:
         """Block table row, (blocks of ``length``,) int32, for a step that runs the last ``count`` tokens.
 
         Entries below the window of the first of them are -1.
+
+        Raises
+        ------
+        InvalidArgumentError
+            ``count`` is not in [0, length].
         """
         if not 0 <= integer("count", count) <= self.length:
             raise InvalidArgumentError(f"count: expected a number of tokens in [0, {self.length}], got {count}.")
@@ -262,7 +277,13 @@ class BlockTable:
         return row
 
     def slots(self, start: int, stop: int) -> Array:
-        """Flat slots of positions [start, stop), int32: block * block_size + offset."""
+        """Flat slots of positions [start, stop), (stop - start,) int32: block * block_size + offset.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A position is not in [oldest_resident, length].
+        """
         if not self.oldest_resident <= start <= stop <= self.length:
             raise InvalidArgumentError(
                 f"slots: expected positions in [{self.oldest_resident}, {self.length}], got [{start}, {stop})."

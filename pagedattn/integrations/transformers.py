@@ -265,6 +265,13 @@ def attention(
     output : (batch_size, columns, heads, width of value)
     None
         In place of attention weights.
+
+    Raises
+    ------
+    UnsupportedError
+        There is dropout, a mask other than of padding, or values are wider than keys.
+    InvalidArgumentError
+        The batch or its tokens are more than the `PagedCache` was made for.
     """
     if dropout:
         raise UnsupportedError(f"dropout: expected 0, because there is no backward pass here, got {dropout}.")
@@ -322,6 +329,11 @@ def padding_mask(
 
     The operator masks by order and window itself. ``mask_function`` is looked at next to the diagonal, where every
     other mask (both ways, chunks, several sequences in a row) differs.
+
+    Raises
+    ------
+    UnsupportedError
+        The mask goes by more than order, window and padding, or the cache is a static one.
     """
     total = kv_offset + kv_length
     if int(q_offset) + q_length != total:
