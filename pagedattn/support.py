@@ -7,7 +7,7 @@ column: `write_cache` does them for every CUDA backend alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from pagedattn.dtypes import FLOAT32, INT4
@@ -102,7 +102,7 @@ class Row:
     cells: Mapping[Feature, Yes | No]
     limits: Callable[[Problem], str | None] = no_limit
     prefers: Callable[[Problem], bool] = always
-    prefers_text: str = field(default="whenever it can serve the call")
+    prefers_text: str = "whenever it can serve the call"
 
 
 ALL_YES: dict[Feature, Yes | No] = {feature: Yes() for feature in Feature}

@@ -200,43 +200,27 @@ def check_outputs(
 def _complete(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Tensors with every open type and dimension filled in, so that they can be validated like a call's."""
     dtypes = _complete_types(inputs, values)
-    sizes = _known_sizes(inputs, values)
-    sizes.update(num_heads=values["num_heads"], kv_num_heads=values["kv_num_heads"])
-    packed = values["kv_cache_layout"] == "SEPARATE" and "key" not in inputs and "value" not in inputs
-    heads = sizes["num_heads"] + (2 * sizes["kv_num_heads"] if packed else 0)
-    int4 = dtypes.get("T_CACHE") == INT4.numpy
-    half, offset = sizes.get("rotary_half", 0), values["rotary_offset"]
-    head_size = (
-        sizes.get("query_width", 0) // heads
-        or sizes.get("kv_width", 0) // sizes["kv_num_heads"]
-        or sizes.get("cache_width", 0) * (2 if int4 else 1)
-        or sizes.get("head_size", 0)
-        or -(-max(8, offset + 2 * half, values["v_head_size"]) // 8) * 8
-    )
-    least = {
-        "head_size": head_size,
-        "query_width": heads * head_size,
-        "kv_width": sizes["kv_num_heads"] * head_size,
-        "cache_width": (head_size + 1) // 2 if int4 else head_size,
-        "block_size": 16,
-        "rotary_half": max(1, (head_size - offset) // 2),
-    }
+    sizes = _complete_sizes(inputs, values, dtypes["T_CACHE"] == INT4.numpy)
     infos = {}
     for number, row in enumerate(contract.INPUTS):
-        if row.name not in inputs:
-            continue
-        dimensions = _dimensions(row, values)
-        shape = inputs[row.name].shape
-        known = shape if shape is not None else (None,) * len(dimensions)
-        filled = []
-        for axis, extent in enumerate(known):
-            name, _, plus = (dimensions[axis] if axis < len(dimensions) else "").partition("+")
-            name = name.partition("|")[0] if "|1" not in name else "1"
-            fill = int(name) if name.isdigit() else sizes.get(name, least.get(name, 1)) + int(plus or 0)
-            filled.append(fill if extent is None else extent)
-        dtype = inputs[row.name].dtype or dtypes[row.type]
-        infos[row.name] = imagined(number, tuple(filled), dtype)
+        if row.name in inputs:
+            shape = _complete_shape(inputs[row.name].shape, _dimensions(row, values), sizes)
+            infos[row.name] = imagined(number, shape, inputs[row.name].dtype or dtypes[row.type])
     return infos
+
+
+def _complete_shape(
+    shape: tuple[int | None, ...] | None, dimensions: tuple[str, ...], sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """A shape whose open dimensions have their size by name, 1 where there is none; of alternatives 1 or the first."""
+    filled = []
+    for axis, extent in enumerate((None,) * len(dimensions) if shape is None else shape):
+        if extent is None:
+            alternatives = (dimensions[axis] if axis < len(dimensions) else "").split("|")
+            name, _, plus = ("1" if "1" in alternatives else alternatives[0]).partition("+")
+            extent = int(name) if name.isdigit() else sizes.get(name, 1) + int(plus or 0)
+        filled.append(extent)
+    return tuple(filled)
 
 
 def _complete_types(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
@@ -250,6 +234,31 @@ def _complete_types(inputs: Mapping[str, PartialTensor], values: Mapping[str, An
     named = BY_NAME.get(values["k_cache_dtype"])
     types.setdefault("T_CACHE", named.numpy if named else types["T"] if unquantized else INT8.numpy)
     return types
+
+
+def _complete_sizes(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any], is_int4: bool) -> dict[str, int]:
+    """Sizes by name: those that shapes show, and for others the least that the contract allows beside them."""
+    known = _known_sizes(inputs, values)
+    heads, kv_heads = values["num_heads"], values["kv_num_heads"]
+    if values["kv_cache_layout"] == "SEPARATE" and "key" not in inputs and "value" not in inputs:  # packed
+        heads += 2 * kv_heads
+    half, offset = known.get("rotary_half", 0), values["rotary_offset"]
+    head_size = (
+        known.get("query_width", 0) // heads
+        or known.get("kv_width", 0) // kv_heads
+        or known.get("cache_width", 0) * (2 if is_int4 else 1)
+        or known.get("head_size", 0)
+        or -(-max(8, offset + 2 * half, values["v_head_size"]) // 8) * 8
+    )
+    least = {
+        "head_size": head_size,
+        "query_width": heads * head_size,
+        "kv_width": kv_heads * head_size,
+        "cache_width": (head_size + 1) // 2 if is_int4 else head_size,
+        "block_size": 16,
+        "rotary_half": max(1, (head_size - offset) // 2),
+    }
+    return {**least, **known, "num_heads": values["num_heads"], "kv_num_heads": kv_heads}
 
 
 def _known_sizes(inputs: Mapping[str, PartialTensor], values: Mapping[str, Any]) -> dict[str, int]:
