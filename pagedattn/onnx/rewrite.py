@@ -27,6 +27,7 @@ from pagedattn.validate import coerce_attributes, expected
 MIN_OPSET = 15  # CastLike
 # Inputs that both operators have under one name.
 SHARED_INPUTS = [row.name for row in contract.INPUTS if row.name in gqa.INPUT_BY_NAME]
+_PRESENTS = {"key_cache_out": "present_key", "value_cache_out": "present_value"}
 
 
 @dataclass(frozen=True)
@@ -459,11 +460,38 @@ class _Writer:
     def rewrite(self, node: _PaddedNode) -> None:
         """Write one node's replacement."""
         self.prefix = f"{node.name}/paged"
-        inputs, attributes = node.inputs, node.attributes
         layout = self.layout(node)
-        total = self.long(self.op("Reshape", inputs["total_sequence_length"], self.ints(1)))
-        paged: dict[str, str] = {}
-        paged.update((name, self.packed(inputs[name], layout)) for name in ("query", "key", "value") if name in inputs)
+        total = self.long(self.op("Reshape", node.inputs["total_sequence_length"], self.ints(1)))
+        presents = {name: node.outputs[present] for name, present in _PRESENTS.items() if present in node.outputs}
+        inputs, outputs = self.paged_inputs(node, layout), {"output": self.name("output")}
+        if node.attributes["qk_output"]:
+            outputs["output_qk"] = self.name("output_qk")
+        if self.paged_caches:
+            inputs.update(self.graph_caches(node))
+            outputs.update(presents)
+        else:
+            capacity = total
+            if "past_key" in node.inputs:
+                capacity = self.op("Max", total, self.extent(node.inputs["past_key"], 2))
+            inputs.update(self.own_caches(node, layout, capacity))
+            outputs.update((name, self.name(name)) for name in _PRESENTS)
+        attributes = _paged_attributes(node.attributes)
+        self.nodes.append(make_paged_attention_node(inputs, outputs, name=self.name(contract.NAME), **attributes))
+        flat = self.unpacked(outputs["output"], layout, layout.live, self.ints(-1))
+        self.nodes.append(helper.make_node("Identity", [flat], [node.outputs["output"]], name=self.name("Identity")))
+        if not self.paged_caches:
+            for name, present in presents.items():
+                self.present(present, outputs[name], capacity, layout)
+        if "output_qk" in node.outputs:
+            self.scores(node, outputs["output_qk"], layout, total)
+        self.rewritten.append(node.name)
+
+    def paged_inputs(self, node: _PaddedNode, layout: _Layout) -> dict[str, str]:
+        """Inputs of the new node but for the caches and their block table."""
+        inputs, attributes = node.inputs, node.attributes
+        paged: dict[str, str] = {
+            name: self.packed(inputs[name], layout) for name in ("query", "key", "value") if name in inputs
+        }
         paged.update(cumulative_sequence_length=layout.cumulative, past_seqlens=layout.past)
         same = ("cos_cache", "sin_cache", "head_sink", "q_norm_weight", "k_norm_weight", "attention_bias")
         paged.update((name, inputs[name]) for name in same if name in inputs)
@@ -472,38 +500,19 @@ class _Writer:
                 paged[name] = self.scale(inputs[name], attributes[kind], node)
         if attributes["smooth_softmax"] == 1 and "head_sink" not in inputs:
             paged["head_sink"] = self.zeros(self.ints(attributes["num_heads"]), inputs["query"])
-        outputs: dict[str, str] = {"output": self.name("output")}
-        if attributes["qk_output"]:
-            outputs["output_qk"] = self.name("output_qk")
-        capacity = total
-        if self.paged_caches:
-            paged.update(self.graph_caches(node))
-            for name, present in (("key_cache_out", "present_key"), ("value_cache_out", "present_value")):
-                if present in node.outputs:
-                    outputs[name] = node.outputs[present]
-        else:
-            if "past_key" in inputs:
-                capacity = self.op("Max", total, self.extent(inputs["past_key"], 2))
-            step = self.ints(self.block_size)
-            blocks = self.op("Div", self.op("Add", capacity, self.ints(self.block_size - 1)), step)
-            paged["key_cache"] = self.pool(inputs.get("past_key"), node, layout, blocks)
-            paged["value_cache"] = self.pool(inputs.get("past_value"), node, layout, blocks)
-            table = self.range_to(self.op("Mul", layout.batch, blocks))
-            shape = self.op("Concat", layout.batch, blocks, axis=0)
-            paged["block_table"] = self.narrow(self.op("Reshape", table, shape))
-            outputs.update(key_cache_out=self.name("key_cache_out"), value_cache_out=self.name("value_cache_out"))
-        self.nodes.append(
-            make_paged_attention_node(paged, outputs, name=self.name(contract.NAME), **_paged_attributes(attributes))
-        )
-        flat = self.unpacked(outputs["output"], layout, layout.live, self.ints(-1))
-        self.nodes.append(helper.make_node("Identity", [flat], [node.outputs["output"]], name=self.name("Identity")))
-        if not self.paged_caches:
-            for name, present in (("key_cache_out", "present_key"), ("value_cache_out", "present_value")):
-                if present in node.outputs:
-                    self.present(node.outputs[present], outputs[name], capacity, layout)
-        if "output_qk" in node.outputs:
-            self.scores(node, outputs["output_qk"], layout, total)
-        self.rewritten.append(node.name)
+        return paged
+
+    def own_caches(self, node: _PaddedNode, layout: _Layout, capacity: str) -> dict[str, str]:
+        """Caches cut into blocks for this node alone, and a block table that gives each sequence its own in order."""
+        step = self.ints(self.block_size)
+        blocks = self.op("Div", self.op("Add", capacity, self.ints(self.block_size - 1)), step)
+        caches = {
+            cache: self.pool(node.inputs.get(past), node, layout, blocks)
+            for cache, past in (("key_cache", "past_key"), ("value_cache", "past_value"))
+        }
+        table = self.range_to(self.op("Mul", layout.batch, blocks))
+        shape = self.op("Concat", layout.batch, blocks, axis=0)
+        return {**caches, "block_table": self.narrow(self.op("Reshape", table, shape))}
 
     def scores(self, node: _PaddedNode, scores: str, layout: _Layout, total: str) -> None:
         """(num_heads, rows, longest) to (batch_size, num_heads, sequence_length, total)."""
