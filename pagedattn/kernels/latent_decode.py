@@ -76,8 +76,8 @@ def threads(spec: LatentSpec) -> int:
 
 def shared_bytes(spec: LatentSpec) -> int:
     """See `wide_attention.shared_bytes`; and, for teams, what they tell each other."""
-    news = spec.stages * (24 + 8 * spec.tile_rows) + FACTS_BYTES if spec.score_warps else 0
-    return news + wide_attention.shared_bytes(
+    for_teams = spec.stages * (24 + 8 * spec.tile_rows) + FACTS_BYTES if spec.score_warps else 0
+    return for_teams + wide_attention.shared_bytes(
         spec.io,
         spec.cache,
         spec.head_size,
