@@ -151,9 +151,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_has_no_meaning_there_is_refused(latent_target, what):
     name = {
-        "no key": "kv_cache_layout",
-        "value": "kv_cache_layout",
-        "value_cache": "kv_cache_layout",
+        "no key": "key",
         "norm weights": "q_norm_weight",
         "v_head_size too large": "v_head_size",
         "two key heads": "kv_num_heads",
