@@ -7,7 +7,7 @@
 //           cache that one leaves, and a warpgroup widens its codes; S.warpgroups warpgroups compute on 64 rows each
 //   reads   query once; the key and value tiles that some token of the work admits, once per work, in place
 //   writes  output and lse, rows of padding tokens included
-//   smem    | queries: 64 rows per warpgroup | S.stages key tiles | S.stages value tiles | as many rings of codes | barriers, Work |
+//   smem    | queries: 64 rows per warpgroup | output, unless in their place | S.stages key tiles | as many value tiles | rings of codes | barriers, Work |
 //
 // The warp that loads queries finds the work, one piece ahead, and tells all others of it in shared memory. Those that load
 // keys and values run ahead by as many tiles as there are stages, into the next work too.
@@ -57,6 +57,7 @@ struct FlashPrefillSm90Params {
   // rows of all channels: [num_blocks, block_size / 8, kv_num_heads, 8, row bytes]
   TensorMap key_map;
   TensorMap value_map;
+  TensorMap output_map;  // as query_map; not used where rows do not start on multiples of 16 bytes
   KvCache key_cache;    // for the scale, and for rows that are attended again
   KvCache value_cache;
   const void* query;    // [token_count, num_heads, head_size], rows query_stride apart: for rows that are attended again
@@ -73,8 +74,6 @@ struct FlashPrefillSm90Params {
 };
 
 constexpr int kSmallestBlock = 16;
-
-struct alignas(8) Vector8 { uint32_t word[2]; };
 
 // One piece of work. One thread writes it, and every thread of the others reads it and says so itself, 16 bytes at a time.
 struct alignas(16) Work {
@@ -110,6 +109,9 @@ template <FlashPrefillSm90Spec S> struct Flash {
   static constexpr int kUnits = S.head_size / 8;  // 16-byte units of a row of operands
   // Products read the query from registers where these suffice: a third warpgroup, computing or widening, leaves fewer.
   static constexpr bool kHoldsQuery = S.warpgroups == 2 && S.head_size <= (kCodes ? 128 : 192);
+  // Channel groups of output that are on their way to memory at a time: in the place of a query that is in registers, or in one of their own.
+  static constexpr int kStagedGroups = kHoldsQuery ? kChannelGroups : kChannelGroups % 2 == 0 ? 2 : 1;
+  static constexpr int kStagedBytes = kStagedGroups * kQueryGroupBytes;  // of a warpgroup
   static constexpr int kFirstConsumer = kCodes ? 2 : 1;  // warpgroup
   static constexpr int kConsumerThreads = S.warpgroups * kWarpgroup;
   static constexpr int kThreads = kFirstConsumer * kWarpgroup + kConsumerThreads;
@@ -150,6 +152,7 @@ struct Tiles {
 template <FlashPrefillSm90Spec S> struct Shared {
   using F = Flash<S>;
   unsigned char* query;
+  unsigned char* output;      // rows as those of the query
   Tiles keys;                 // [stages], as the products read them
   Tiles values;
   Tiles loaded_keys;          // [stages], as the copy engine brings them: the same, or codes
@@ -168,6 +171,7 @@ template <FlashPrefillSm90Spec S> struct Shared {
     const auto take_barriers = [&](int count) { return reinterpret_cast<uint64_t*>(take(count * static_cast<int>(sizeof(uint64_t)))); };
     const auto take_words = [&](int count) { return reinterpret_cast<uint32_t*>(take(count * static_cast<int>(sizeof(uint32_t)))); };
     query = take(S.warpgroups * F::kQueryBytes);
+    output = F::kHoldsQuery ? query : take(S.warpgroups * F::kStagedBytes);
     keys.data = take(S.stages * F::kTileBytes);
     values.data = take(S.stages * F::kTileBytes);
     loaded_keys.data = take(F::kCodeStages * F::kCodeBytes);
@@ -581,19 +585,17 @@ __device__ __forceinline__ uint32_t place_of_row(const FlashPrefillSm90Params& p
   if (own >= p.warpgroup_tokens) return kNoRow;
   return static_cast<uint32_t>(kWarpgroupRows * (warpgroup * p.warpgroup_tokens + own) + row - own * p.group_size);
 }
-__device__ __forceinline__ bool is_in(const Work& work, uint32_t place) {
-  return place < static_cast<uint32_t>(kWarpgroupRows * work.tokens);
-}
+__device__ __forceinline__ bool is_in(int tokens, uint32_t place) { return place < static_cast<uint32_t>(kWarpgroupRows * tokens); }
 
-// Calls row(token of the work, head) for each of the calling warp's rows that exist.
+// Calls row(row of the warpgroup, token of the work, head) for each of the calling warp's rows that exist.
 template <class Row>
-__device__ __forceinline__ void for_rows_of_warp(const FlashPrefillSm90Params& p, const Work& work, int warpgroup, const Row& row) {
+__device__ __forceinline__ void for_rows_of_warp(const FlashPrefillSm90Params& p, int tokens, int kv_head, int warpgroup, const Row& row) {
   const int first_row = static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize * 16;
 #pragma unroll 1
   for (int i = first_row; i < first_row + 16; ++i) {
     const uint32_t place = place_of_row(p, warpgroup, i);
-    if (!is_in(work, place)) break;
-    row(static_cast<int>(place / kWarpgroupRows), work.kv_head * p.group_size + static_cast<int>(place % kWarpgroupRows));
+    if (!is_in(tokens, place)) break;
+    row(i, static_cast<int>(place / kWarpgroupRows), kv_head * p.group_size + static_cast<int>(place % kWarpgroupRows));
   }
 }
 
@@ -616,7 +618,7 @@ template <FlashPrefillSm90Spec S> __device__ __noinline__ void repair(const Flas
     find_keys<S>(p, work);
     const KvHead<S.cache> value_head(p.value_cache, work.kv_head);
     const Values<S.cache, S.head_size> values{value_head, p.blocks, work.sequence};
-    for_rows_of_warp(p, work, warpgroup, [&](int token_of_work, int head) {
+    for_rows_of_warp(p, work.tokens, work.kv_head, warpgroup, [&](int, int token_of_work, int head) {
       const int token = work.first_token + token_of_work;
       Io* g_row = output_row<Io>(p.out, token, head, S.head_size);
       uint32_t nan = 0;
@@ -681,21 +683,40 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     query_ring.advance();
     if constexpr (F::kCodes) scale_query();
     if constexpr (F::kHoldsQuery) {
-      const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % 16;
-      const unsigned char* s_row = shared.query + warpgroup * F::kQueryBytes + row / 8 * F::kAtomBytes;
-      const int first = F::unit_offset(row, threadIdx.x % kWarpSize / 16, 0);
-      constexpr int kStepsOfGroup = F::kGroupChannels / 16;
+      const FragmentRow row(shared.query + warpgroup * F::kQueryBytes);
 #pragma unroll
-      for (int step = 0; step < S.head_size / 16; ++step) {  // two units further on, as the swizzle has it
-        ptx::ldmatrix_x4(held_query[step], s_row + step / kStepsOfGroup * F::kQueryGroupBytes + (first ^ 32 * (step % kStepsOfGroup)));
-      }
-      __syncwarp();
-      release(shared.query_empty);
+      for (int step = 0; step < S.head_size / 16; ++step) ptx::ldmatrix_x4(held_query[step], row.step(step));
+      __syncwarp();  // output may take the query's place
     }
   }
 
+  // What a lane has the address of when its warp reads or writes sixteen channels of its rows as four 8x8 matrices.
+  struct FragmentRow {
+    unsigned char* s_row;
+    int first;  // where its units start
+    __device__ __forceinline__ explicit FragmentRow(unsigned char* s_rows) {
+      const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % 16;
+      s_row = s_rows + row / 8 * F::kAtomBytes;
+      first = F::unit_offset(row, threadIdx.x % kWarpSize / 16, 0);
+    }
+    __device__ __forceinline__ unsigned char* step(int i) const {  // two units further on, as the swizzle has it
+      constexpr int kStepsOfGroup = F::kGroupChannels / 16;
+      return s_row + i / kStepsOfGroup * F::kQueryGroupBytes + (first ^ 32 * (i % kStepsOfGroup));
+    }
+  };
+
+  // Gives the query's place back, when it has been read and, where output passes through it, that has been read too.
+  __device__ __forceinline__ void release_query() const {
+    if (F::kHoldsQuery && is_first_warp()) ptx::bulk_wait_read();
+    __syncwarp();
+    release(shared.query_empty);
+  }
+
+  __device__ __forceinline__ bool is_first_warp() const {  // of the warpgroup; the same in all lanes, visibly
+    return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize, 0) == 0;
+  }
   __device__ __forceinline__ int token_of(int half) const { return static_cast<int>(place[half] / kWarpgroupRows); }
-  __device__ __forceinline__ bool exists(int half) const { return is_in(work, place[half]); }
+  __device__ __forceinline__ bool exists(int half) const { return is_in(work.tokens, place[half]); }
   __device__ __forceinline__ bool is_idle() const { return warpgroup * p.warpgroup_tokens >= work.tokens; }  // without rows
   __device__ __forceinline__ int head_of(int half) const {
     return work.kv_head * p.group_size + static_cast<int>(place[half] % kWarpgroupRows);
@@ -937,27 +958,20 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     pass_turn();
   }
 
-  // Of the lane's 8 bytes in 32: those of the first n-tile are with the even lanes (write).
-  static __device__ __forceinline__ int first_channel() { return 8 * (threadIdx.x % 2) + 4 * (threadIdx.x % 4 / 2); }
-
   // What writing needs of a work, when the next one has taken its place.
   struct Finished {
-    Io* g_row[2] = {};  // where the lane's part of each row starts, or null
-    float sum[2];       // of weights
-    float factor[2];    // for the sums of values
+    int first_token;
+    int tokens;
     int kv_head;
+    float sum[2];     // of weights
+    float factor[2];  // for the sums of values
   };
 
   // Writes lse.
   __device__ __forceinline__ Finished finish(const RowPair& rows) const {
-    Finished finished;
-    finished.kv_head = work.kv_head;
-    const auto token = [&](int half) { return work.first_token + token_of(half); };
+    Finished finished{work.first_token, work.tokens, work.kv_head};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      finished.sum[half] = group_sum<4>(rows.sum[half]);
-      if (exists(half)) finished.g_row[half] = output_row<Io>(p.out, token(half), head_of(half), S.head_size) + first_channel();
-    }
+    for (int half = 0; half < 2; ++half) finished.sum[half] = group_sum<4>(rows.sum[half]);
     if (p.out.head_sink == nullptr && p.out.lse == nullptr) [[likely]] {  // what `finalize` comes to
 #pragma unroll
       for (int half = 0; half < 2; ++half) finished.factor[half] = finished.sum[half] == 0.0f ? 0.0f : 1.0f / finished.sum[half];
@@ -971,7 +985,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       const float sink = exists(half) ? sink_of<Io>(p.out.head_sink, head_of(half)) : negative_infinity();
       const SoftmaxResult result = finalize(state, sink);
       finished.factor[half] = result.factor;
-      if (exists(half) && threadIdx.x % 4 == 0) store_lse(p.out, token(half), head_of(half), result.lse);
+      if (exists(half) && threadIdx.x % 4 == 0) store_lse(p.out, work.first_token + token_of(half), head_of(half), result.lse);
     }
     return finished;
   }
@@ -1015,7 +1029,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       ptx::wgmma_wait<0>();
     }
     ptx::hold(scores);
-    if (!F::kHoldsQuery && i == 0) release(shared.query_empty);
+    if (F::kHoldsQuery || i == 0) release_query();
     finish_scores(scores, i, sight);
     bool moved = weigh(scores, rows, factor, rescale);
     pack_weights<Math>(weights, scores);
@@ -1026,7 +1040,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       sight = sight_of<S.tile_kv>(i - 1);
       ptx::wgmma_wait<1>();
       ptx::hold(scores);
-      if (!F::kHoldsQuery && i == 1) release(shared.query_empty);
+      if (!F::kHoldsQuery && i == 1) release_query();
       finish_scores(scores, i - 1, sight);
       moved = weigh(scores, rows, factor, rescale);
 
@@ -1050,7 +1064,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
 
   // What a warpgroup without rows does instead: lets the tiles, and its turns, pass.
   __device__ __forceinline__ void let_pass() {
-    if (!F::kHoldsQuery) release(shared.query_empty);
+    release_query();
     for (int i = work.tile_count; i > 0; --i) {
       ptx::mbarrier_wait(shared.keys.full + key_ring.stage, key_ring.parity);
       release(shared.keys.empty + key_ring.stage);
@@ -1072,56 +1086,77 @@ template <FlashPrefillSm90Spec S> struct Consumer {
         acc[j] *= scale_of<S.cache>(p.value_cache, finished.kv_head, j / 4 * 8 + 2 * (threadIdx.x % 4) + j % 2);
       }
     }
+    const bool exist[2] = {is_in(finished.tokens, place[0]), is_in(finished.tokens, place[1])};
     bool spoilt = false;
     if constexpr (F::kSpoils) {
       const bool is_first = is_spoilt(acc, 0, finished.sum[0]);
       const bool is_second = is_spoilt(acc, 1, finished.sum[1]);
-      spoilt = __any_sync(kFullWarp, (is_first & (finished.g_row[0] != nullptr)) | (is_second & (finished.g_row[1] != nullptr)));
+      spoilt = __any_sync(kFullWarp, (is_first & exist[0]) | (is_second & exist[1]));
     }
-    const bool is_odd = threadIdx.x % 2 != 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float factor = finished.factor[half];
-      Vector8 vectors[kOutputs / 8];  // of n-tiles 0, 2, ... in even lanes, and of the next ones in odd lanes
-#pragma unroll
-      for (int i = 0; i < kOutputs / 8; ++i) {
-        uint32_t word[2];  // of two n-tiles
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int first = 8 * i + 4 * j + 2 * half;
-          word[j] = ptx::pack_2<Io>(acc[first] * factor, acc[first + 1] * factor);
-        }
-        const uint32_t other = __shfl_xor_sync(kFullWarp, is_odd ? word[0] : word[1], 1);
-        vectors[i] = {is_odd ? other : word[0], is_odd ? word[1] : other};
-      }
-      if (finished.g_row[half] != nullptr) store_vectors(finished.g_row[half], vectors);
-    }
+    write_rows(acc, finished);
     return spoilt;
+  }
+
+  // Rows go through shared memory, from where the copy engine takes them if they all exist: stores of a few bytes of many rows each keep
+  // their warps waiting. Where the query's place is used, the next query is in registers by then.
+  __device__ __forceinline__ void write_rows(const float (&acc)[kOutputs], const Finished& finished) const {
+    unsigned char* s_rows = shared.output + warpgroup * F::kStagedBytes;
+    const FragmentRow row(s_rows);
+    const int first_token = warpgroup * p.warpgroup_tokens;  // of the work
+    const bool all_exist = first_token + p.warpgroup_tokens <= finished.tokens;
+    const bool by_boxes = __all_sync(kFullWarp, all_exist && is_aligned(p.out.output, sizeof(Vector16)));  // the same, visibly
+#pragma unroll
+    for (int first_group = 0; first_group < F::kChannelGroups; first_group += F::kStagedGroups) {
+      if (!F::kHoldsQuery) {
+        if (is_first_warp()) ptx::bulk_wait_read();
+        sync_warpgroup();  // the place is free
+      }
+#pragma unroll
+      for (int step = 0; step < F::kStagedGroups * F::kGroupChannels / 16; ++step) {
+        uint32_t words[4];  // of two n-tiles, both half rows of each
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int first = first_group * F::kGroupChannels / 2 + 8 * step + 2 * i;
+          words[i] = ptx::pack_2<Io>(acc[first] * finished.factor[i % 2], acc[first + 1] * finished.factor[i % 2]);
+        }
+        ptx::stmatrix_x4(row.step(step), words);
+      }
+      ptx::fence_async_proxy();
+      if (by_boxes) {
+        sync_warpgroup();  // all rows are there
+        if (is_first_warp() && ptx::elect()) {
+#pragma unroll
+          for (int group = 0; group < F::kStagedGroups; ++group) {
+            ptx::tma_store(p.output_map, s_rows + group * F::kQueryGroupBytes, 0, finished.kv_head * p.group_size,
+                           finished.first_token + first_token, first_group + group);
+          }
+          ptx::bulk_commit();
+        }
+        __syncwarp();
+        continue;
+      }
+      __syncwarp();
+      for_rows_of_warp(p, finished.tokens, finished.kv_head, warpgroup, [&](int i, int token_of_work, int head) {
+        Io* g_row = output_row<Io>(p.out, finished.first_token + token_of_work, head, S.head_size) + first_group * F::kGroupChannels;
+        const unsigned char* s_row = s_rows + i / 8 * F::kAtomBytes;
+#pragma unroll 1
+        for (int unit = threadIdx.x % kWarpSize; unit < F::kStagedGroups * F::kGroupChannels / 8; unit += kWarpSize) {
+          store_8(g_row + 8 * unit, *reinterpret_cast<const Vector16*>(s_row + F::unit_offset(i, unit, F::kQueryGroupBytes)));
+        }
+      });
+      __syncwarp();  // the place is free
+    }
   }
 
   // What rows that attend nothing get.
   __device__ __forceinline__ void write_nothing() const {
-    for_rows_of_warp(p, work, warpgroup, [&](int token_of_work, int head) {
+    for_rows_of_warp(p, work.tokens, work.kv_head, warpgroup, [&](int, int token_of_work, int head) {
       const int token = work.first_token + token_of_work;
       Io* g_row = output_row<Io>(p.out, token, head, S.head_size);
 #pragma unroll 1
       for (int channel = threadIdx.x % kWarpSize; channel < S.head_size; channel += kWarpSize) g_row[channel] = from_float<Io>(0.0f);
       if (threadIdx.x % kWarpSize == 0) store_lse(p.out, token, head, negative_infinity());
     });
-  }
-
-  // Every fourth 8 bytes of a row. Asks once how they are aligned: a branch for each would keep their exchanges apart.
-  template <int kCount> static __device__ __forceinline__ void store_vectors(Io* g_target, const Vector8 (&vectors)[kCount]) {
-    if (is_aligned(g_target, sizeof(Vector8))) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) *reinterpret_cast<Vector8*>(g_target + 16 * i) = vectors[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4 * kCount; ++i) {
-        const uint32_t word = vectors[i / 4].word[i / 2 % 2];
-        reinterpret_cast<uint16_t*>(g_target)[i / 4 * 16 + i % 4] = static_cast<uint16_t>(word >> 16 * (i % 2));
-      }
-    }
   }
 
   // The next work; its tokens are 0 if there is none.
@@ -1154,6 +1189,8 @@ template <FlashPrefillSm90Spec S> struct Consumer {
       round = round << 1 | round >> 31;
     } while (work.tokens != 0);
     if (warpgroup == 0) wait_turn();  // no barrier is left half full
+    if (is_first_warp()) ptx::bulk_wait();  // shared memory has been read, and the rows are visible
+    if (F::kSpoils) sync_warpgroup();
     if constexpr (F::kSpoils) {
       if (spoilt_rounds != 0) repair<S>(p, spoilt_rounds);
     }
@@ -1172,6 +1209,7 @@ __global__ void __launch_bounds__(Flash<S>::kThreads, 1) flash_prefill_sm90(cons
     ptx::prefetch_tensor_map(p.query_map);
     ptx::prefetch_tensor_map(p.key_map);
     ptx::prefetch_tensor_map(p.value_map);
+    ptx::prefetch_tensor_map(p.output_map);
     ptx::mbarrier_init(shared.query_full, 1);
     ptx::mbarrier_init(shared.query_empty, F::kConsumerThreads / kWarpSize);
     for (int i = 0; i < 2; ++i) {

@@ -41,7 +41,8 @@ class _Hopper:
         return self.kernel.why_not(query, tensors["key_cache"], tensors["value_cache"])
 
     def launches(self, query: Rows, tensors: Tensors, shared: Shared, workspace: int) -> list[Launch]:
-        return [self.kernel.launch(query, tensors["key_cache"], tensors["value_cache"], shared)]
+        output = tensors["output"].pointer
+        return [self.kernel.launch(query, tensors["key_cache"], tensors["value_cache"], output, shared)]
 
 
 class _General:

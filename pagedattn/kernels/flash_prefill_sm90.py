@@ -40,6 +40,7 @@ PARAMS = params(
     query_map=tensor_map,
     key_map=tensor_map,
     value_map=tensor_map,
+    output_map=tensor_map,
     key_cache=KV_CACHE,
     value_cache=KV_CACHE,
     query=ptr,
@@ -66,14 +67,22 @@ def threads(spec: FlashPrefillSm90Spec) -> int:
 
 
 def shared_bytes(spec: FlashPrefillSm90Spec) -> int:
-    """Queries, the stages of key and value tiles, barriers, and room to start on a multiple of the swizzle's period."""
+    """Queries, output on its way, the stages of key and value tiles, barriers, and room to start on a multiple of the swizzle's period."""
     rows = spec.warpgroups * ROWS + spec.stages * 2 * spec.tile_kv
     code_stages = spec.stages if spec.cache.is_quantized else 0
     codes = code_stages * 2 * spec.tile_kv * spec.head_size * spec.cache.bits // 8
     stages = spec.stages + code_stages
     cleared = 0 if code_stages else spec.stages  # value tiles are full twice, then with zeros where nobody looks
     barriers = 8 * (6 + 4 * stages + cleared) + 4 * stages + 2 * WORK_BYTES
-    return rows * spec.head_size * 2 + codes + barriers + ALIGNMENT_BYTES
+    return rows * spec.head_size * 2 + _staged_bytes(spec) + codes + barriers + ALIGNMENT_BYTES
+
+
+def _staged_bytes(spec: FlashPrefillSm90Spec) -> int:
+    """Output on its way to memory, one or two channel groups of all rows, unless a query in registers leaves its place."""
+    if spec.warpgroups == 2 and spec.head_size <= (128 if spec.cache.is_quantized else 192):
+        return 0
+    channels = group_channels(spec.head_size)
+    return spec.warpgroups * ROWS * 2 * channels * (2 if spec.head_size // channels % 2 == 0 else 1)
 
 
 KERNEL = Kernel("flash_prefill_sm90", FlashPrefillSm90Spec, PARAMS, threads, shared_bytes, archs=("sm_90a",))
@@ -176,14 +185,16 @@ class Sm90Kernel:
         query: tuple[int, int],
         key_cache: TensorInfo,
         value_cache: TensorInfo,
+        output: int,
         shared: PackedStructs,
     ) -> Launch:
-        """Launch that attends."""
+        """Launch that attends; ``output`` is an address."""
         p = self.problem
         packed = PARAMS.pack(
-            query_map=self._query_map(*query),
+            query_map=self._rows_map(*query),
             key_map=self._cache_map(key_cache),
             value_map=self._cache_map(value_cache),
+            output_map=bytes(128) if output % 16 else self._rows_map(output, p.num_heads * p.head_size),
             query=query[0],
             query_stride=query[1],
             **shared.of(PARAMS),
@@ -195,8 +206,8 @@ class Sm90Kernel:
         )
         return Launch(self.function, self.grid, threads(self.spec), shared_bytes(self.spec), packed)
 
-    def _query_map(self, address: int, stride: int) -> bytes:
-        """[channel groups, tokens, heads, channels]; a box is the rows of a warpgroup in one channel group."""
+    def _rows_map(self, address: int, stride: int) -> bytes:
+        """Of query or output, [channel groups, tokens, heads, channels]; a box is the rows of a warpgroup in one channel group."""
         p, channels = self.problem, self.channels
         return maps.encode(
             p.io_dtype,

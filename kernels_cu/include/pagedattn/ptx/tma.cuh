@@ -40,6 +40,19 @@ __device__ __forceinline__ void tma_load(void* s_target, const TensorMap& map, u
       : "memory");
 }
 
+// The way back: starts the copy of a box to memory; what lies outside of the tensor is left out. One thread calls it, and bulk_commit
+// after one or more of them.
+__device__ __forceinline__ void tma_store(const TensorMap& map, const void* s_source, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(shared_address(s_source)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until what the calling thread has committed has been read from shared memory, or is in memory, visible to that thread.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Starts the copy of `bytes` that lie side by side; both addresses and the count are multiples of 16. One thread calls it.
 __device__ __forceinline__ void bulk_load(void* s_target, const void* g_source, int bytes, uint64_t* s_barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(s_target)),
