@@ -35,7 +35,7 @@ class _Hopper:
         self.kernel = flash_prefill_sm90.Sm90Kernel(problem, executor)
 
     def load(self) -> None:
-        """Its kernel is loaded as it is made."""
+        self.kernel.load()
 
     def why_not_tensors(self, query: Rows, tensors: Tensors) -> str | None:
         return self.kernel.why_not(query, tensors["key_cache"], tensors["value_cache"])

@@ -67,7 +67,7 @@ def threads(spec: FlashPrefillSm90Spec) -> int:
 
 
 def shared_bytes(spec: FlashPrefillSm90Spec) -> int:
-    """Queries, output on its way, the stages of key and value tiles, barriers, and room to start on a multiple of the swizzle's period."""
+    """Queries, output on its way, stages of key and value tiles, barriers, and room to start on a swizzle's period."""
     rows = spec.warpgroups * ROWS + spec.stages * 2 * spec.tile_kv
     code_stages = spec.stages if spec.cache.is_quantized else 0
     codes = code_stages * 2 * spec.tile_kv * spec.head_size * spec.cache.bits // 8
@@ -78,7 +78,7 @@ def shared_bytes(spec: FlashPrefillSm90Spec) -> int:
 
 
 def _staged_bytes(spec: FlashPrefillSm90Spec) -> int:
-    """Output on its way to memory, one or two channel groups of all rows, unless a query in registers leaves its place."""
+    """One or two channel groups of all output rows, unless a query that is in registers leaves its place."""
     if spec.warpgroups == 2 and spec.head_size <= (128 if spec.cache.is_quantized else 192):
         return 0
     channels = group_channels(spec.head_size)
@@ -171,9 +171,12 @@ class Sm90Kernel:
         p = self.problem = problem
         self.executor = executor
         self.spec = choose(p.io_dtype, p.cache_dtype, p.head_size, not p.has_plain_scores, executor.max_shared_bytes)
-        self.function = executor.load(KERNEL, self.spec)
         self.channels = group_channels(p.head_size)
         self.grid = grid(self.spec, p.token_count, p.batch_size, p.kv_num_heads, p.group_size, executor.multiprocessors)
+
+    def load(self) -> None:
+        """Load what was planned."""
+        self.function = self.executor.load(KERNEL, self.spec)
 
     def why_not(self, query: tuple[int, int], key_cache: TensorInfo, value_cache: TensorInfo) -> str | None:
         """Reason why these arrays cannot be read, or None; ``query`` is the rows' address and stride in elements."""
@@ -204,10 +207,10 @@ class Sm90Kernel:
             key_head_step=self._head_step(key_cache),
             value_head_step=self._head_step(value_cache),
         )
-        return Launch(self.function, self.grid, threads(self.spec), shared_bytes(self.spec), packed)
+        return KERNEL.launch(self.function, self.spec, self.grid, packed)
 
     def _rows_map(self, address: int, stride: int) -> bytes:
-        """Of query or output, [channel groups, tokens, heads, channels]; a box is the rows of a warpgroup in one channel group."""
+        """Of query or output, [channel groups, tokens, heads, channels]; a box is a warpgroup's rows in one group."""
         p, channels = self.problem, self.channels
         return maps.encode(
             p.io_dtype,
