@@ -16,6 +16,7 @@ import numpy as np
 
 from pagedattn import contract
 from pagedattn.dtypes import BFLOAT16, BY_NUMPY, FLOAT8E4M3FN, FLOAT16, FLOAT32, INT4, INT8, DType
+from tests.support.compare import assert_same_bits
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # A number, an array, or a function of (sequence, position (n, 1, 1), head (heads, 1)); None draws from a normal.
@@ -381,14 +382,4 @@ def assert_close(got: Array, want: Array, io: DType, roundings: float = 2) -> No
 
 def assert_same_bytes(got: Array, want: Array) -> None:
     """Compare bit for bit; any NaN equals any other, since a conversion may change which one it is."""
-    assert got.shape == want.shape
-    assert got.dtype == want.dtype
-    bits = np.dtype(f"u{got.dtype.itemsize}")
-    unequal = np.ascontiguousarray(got).view(bits) != np.ascontiguousarray(want).view(bits)
-    if got.dtype.kind not in "iub":
-        unequal &= ~(np.isnan(got.astype(np.float32)) & np.isnan(want.astype(np.float32)))
-    different = np.argwhere(unequal)
-    assert not different.size, (
-        f"{len(different)} elements differ, first at {tuple(different[0])}: got {got[tuple(different[0])]}, "
-        f"want {want[tuple(different[0])]}"
-    )
+    assert_same_bits(got, want, "array", any_nan=True)

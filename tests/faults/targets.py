@@ -7,7 +7,7 @@ table says its backend does not serve has to be refused with that very reason; `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -20,9 +20,9 @@ import pytest
 import pagedattn
 from pagedattn import env, support
 from pagedattn import runtime as runtimes
-from pagedattn.arrays import NUMPY
+from pagedattn.arrays import NUMPY, dtype_named
 from pagedattn.backends import decode_split_kv
-from pagedattn.dtypes import BY_NUMPY, FLOAT8E4M3FN, FLOAT32
+from pagedattn.dtypes import FLOAT8E4M3FN
 from pagedattn.jit.launch import Launch
 from pagedattn.kernels import decode_heads_sm90
 from pagedattn.support import Feature, No, Row
@@ -104,6 +104,10 @@ class Target:
         """A copy of the elements' bits on the device, same shape; views of it become arrays through `typed`."""
         return np.ascontiguousarray(x).view(bits(x.dtype)).copy()
 
+    def overwrite(self, raw: Any, x: Array) -> None:
+        """Put the bits of another array in the place of one that was uploaded."""
+        raw[...] = np.ascontiguousarray(x).view(raw.dtype)
+
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Zero bits on the device, for `typed`; where memory is virtual only what is touched costs any."""
         return np.zeros(shape, bits(dtype))
@@ -165,20 +169,18 @@ class Target:
             yield
         assert decode_heads_sm90.KERNEL.stem in launched
 
-    def why_not(self, call: Call, **options: Any) -> str | None:
-        """Reason by which the support table says that the backend does not serve a call."""
+    def why_not(self, inputs: Mapping[str, Array], attributes: Mapping[str, Any], **options: Any) -> str | None:
+        """Reason by which the support table says that the backend does not serve a call, whose inputs are named."""
         infos = {
-            name: NUMPY.describe(np.ascontiguousarray(x))._replace(
-                device="cpu" if name == "attention_metadata" else self.device
-            )
-            for name, x in call.arrays.items()
+            name: NUMPY.describe(x)._replace(device="cpu" if name == "attention_metadata" else self.device)
+            for name, x in inputs.items()
         }
-        metadata = call.arrays.get("attention_metadata")
+        metadata = inputs.get("attention_metadata")
         problem = validate(
             infos,
-            call.attributes,
+            attributes,
             return_lse=options.get("return_lse", False),
-            qk_dtype=BY_NUMPY[np.dtype(options.get("qk_dtype", np.float32))] if "qk_dtype" in options else FLOAT32,
+            qk_dtype=dtype_named(options.get("qk_dtype", "float32")),
             metadata=None if metadata is None else tuple(metadata.tolist()),
         )
         return support.why_not(self.row, problem, self.arch)
@@ -194,7 +196,8 @@ class Target:
 
     def require(self, call: Call, **options: Any) -> None:
         """Go on if the backend serves a call; else see that it is refused for the table's reason, and skip."""
-        reason = self.why_not(call, **options)
+        placed = {name: np.ascontiguousarray(x) for name, x in call.arrays.items()}
+        reason = self.why_not(placed, call.attributes, **options)
         if reason is None:
             return
         arrays = {name: self.place(x) if name != "attention_metadata" else x for name, x in call.arrays.items()}
@@ -260,34 +263,9 @@ class Target:
         return eight_heads.narrow(outcome, narrow) if self.by_heads else outcome
 
     def run_built(self, built: Built) -> tuple[pagedattn.PagedAttentionResult, dict[str, Array]]:
-        """Run the call of a case; its results in host memory, and of each input the larger array that it is a slice of.
-
-        The caches among the results are those of the second.
-        """
-        case, raw = built.case, {name: self.upload(array) for name, (array, _) in built.parents.items()}
-        arrays = {
-            name: built[name] if name == "attention_metadata" else self.typed(raw[name][index], array.dtype)
-            for name, (array, index) in built.parents.items()
-        }
-        options = {**self.options, **built.options}
-        operator = pagedattn.PagedAttention(backend=self.backend, **built.attributes, **options)
-        with self.active():
-            result = operator(**arrays)
-        after = {name: self.download(x).view(built.parents[name][0].dtype) for name, x in raw.items()}
-
-        def fetched(x: Any, dtype: np.dtype[Any]) -> Any:
-            return None if x is None else self.fetch(x, dtype)
-
-        def cache(name: str) -> Any:
-            return after[name][built.parents[name][1]] if name in after else None
-
-        return pagedattn.PagedAttentionResult(
-            fetched(result.output, TYPES[case.io]),
-            cache("key_cache"),
-            cache("value_cache"),
-            fetched(result.output_qk, TYPES[case.qk_dtype]),
-            fetched(result.lse, np.dtype(np.float32)),
-        ), after
+        """Run the call of a case; see `Placed.fetch`."""
+        placed = Placed(self, built)
+        return placed.fetch(placed.run())
 
     def refuses(self, call: Call, match: str, **options: Any) -> None:
         """See that a call is refused with a message, and that no cache changes."""
@@ -326,6 +304,61 @@ class Target:
             monkeypatch.setattr(import_module(self.row.module), "TILE_ELEMENTS", 1)
 
 
+class Placed:
+    """The call of a case on a target's device, where another one of the same kind may take its place.
+
+    Parameters
+    ----------
+    target : Target
+    built : Built
+    **options
+        Of `pagedattn.PagedAttention`, beside those of the target and the case.
+    """
+
+    def __init__(self, target: Target, built: Built, **options: Any) -> None:
+        self.target, self.built = target, built
+        self.raw = {name: target.upload(array) for name, (array, _) in built.parents.items()}
+        self.arrays = {
+            name: built[name] if name == "attention_metadata" else target.typed(self.raw[name][index], array.dtype)
+            for name, (array, index) in built.parents.items()
+        }
+        options = {**target.options, **built.options, **options}
+        self.operator = pagedattn.PagedAttention(backend=target.backend, **built.attributes, **options)
+
+    def fill(self, built: Built) -> None:
+        """Write the values of another call, of the same shapes and attributes, into the arrays."""
+        self.built = built
+        for name, (array, _) in built.parents.items():
+            self.target.overwrite(self.raw[name], array)
+
+    def run(self) -> pagedattn.PagedAttentionResult:
+        """Issue the call."""
+        with self.target.active():
+            return self.operator(**self.arrays)
+
+    def fetch(self, result: pagedattn.PagedAttentionResult) -> tuple[pagedattn.PagedAttentionResult, dict[str, Array]]:
+        """Results in host memory, and of each input the larger array that it is a slice of.
+
+        The caches among the results are those of the second.
+        """
+        case, parents = self.built.case, self.built.parents
+        after = {name: self.target.download(x).view(parents[name][0].dtype) for name, x in self.raw.items()}
+
+        def fetched(x: Any, dtype: np.dtype[Any]) -> Any:
+            return None if x is None else self.target.fetch(x, dtype)
+
+        def cache(name: str) -> Any:
+            return after[name][parents[name][1]] if name in after else None
+
+        return pagedattn.PagedAttentionResult(
+            fetched(result.output, TYPES[case.io]),
+            cache("key_cache"),
+            cache("value_cache"),
+            fetched(result.output_qk, TYPES[case.qk_dtype]),
+            fetched(result.lse, np.dtype(np.float32)),
+        ), after
+
+
 @dataclass(frozen=True)
 class CupyTarget(Target):
     """A CUDA backend on CuPy arrays."""
@@ -340,6 +373,9 @@ class CupyTarget(Target):
 
     def upload(self, x: Array) -> Any:
         return self.xp.asarray(np.ascontiguousarray(x).view(bits(x.dtype)), order="C")
+
+    def overwrite(self, raw: Any, x: Array) -> None:
+        raw.set(np.ascontiguousarray(x).view(raw.dtype))
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return self.xp.zeros(shape, bits(dtype))

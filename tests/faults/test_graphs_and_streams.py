@@ -216,7 +216,7 @@ def test_what_would_read_the_device_is_refused_in_a_capture(gpu):
         checking.capture()
     checking.run()
     assert_same_bytes(checking.read(), eager(gpu, call))
-    if gpu.why_not(call.change(qk_output=1)) is None:
+    if gpu.why_not(call.arrays, {**call.attributes, "qk_output": 1}) is None:
         scores = OnDevice(gpu, call.change(qk_output=1))
         scores.run()
         with pytest.raises(pagedattn.PagedAttentionError, match="attention_metadata"):

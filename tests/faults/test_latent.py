@@ -9,7 +9,7 @@ import pytest
 
 from pagedattn.dtypes import BFLOAT16, FLOAT16
 
-from .scene import CACHES, Scene, assert_close, assert_same_bytes, expected
+from .scene import CACHES, UNIT_CACHES, Scene, assert_close, assert_same_bytes, expected
 
 # Head and value sizes; the first is that of the models that have such a cache.
 SIZES = [(576, 512), (320, 256), (72, 64), (40, 16), (64, 64)]
@@ -103,6 +103,28 @@ def test_values_end_before_the_rotary_channels(latent_target, io, splits):
     outcome = latent_target.check(scene.call([1]).change(scale=1.0), return_lse=True)
     assert outcome.output.shape == (1, 2, 512)
     assert_close(outcome.output, np.full((1, 2, 512), 0.8808), io, roundings=1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "fp8"])
+@pytest.mark.parametrize("num_heads", [5, 16, 128])
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_large_products_do_not_overflow(latent_target, io, kind, num_heads, q_len, splits):
+    """Scores of half a million: equal keys weigh the same, and one that is larger by the next code takes everything."""
+    shown = slice(256, 512)  # channels that no query looks at
+
+    def row(pos, large):
+        x = np.full((576,), large, np.float64)
+        x[shown] = 2 * pos
+        return x
+
+    scene = latent([7], num_heads=num_heads, io=io, cache=UNIT_CACHES[kind].with_scales(2 if kind == "int8" else 1, 1))
+    scene.query[0][...] = row(0, 192)
+    scene.key[0][:, 0] = [row(pos, 192) for pos in range(7)]
+    output = latent_target.run(scene.call([7 - q_len]), return_lse=True).output[-1:, :, shown]
+    assert_close(output, np.full(output.shape, 6.0), io, roundings=1)
+    scene.key[0][5, 0] = row(5, 208)
+    output = latent_target.run(scene.call([7 - q_len]), return_lse=True).output[-1:, :, shown]
+    assert_close(output, np.full(output.shape, 10.0), io, roundings=1)
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])

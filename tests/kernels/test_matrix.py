@@ -13,18 +13,15 @@ from typing import Any
 import pytest
 
 import pagedattn
-from pagedattn import support
-from pagedattn.arrays import NUMPY
 from pagedattn.backends import decode_split_kv, flash_prefill, latent_mla
-from pagedattn.dtypes import BY_NAME
-from pagedattn.validate import validate
 from tests.faults.targets import Target, all_targets
-from tests.support.build import Built, build, outside
-from tests.support.cases import CORNER, EIGHT_HEADS, LATENT_SPLITS, SMOKE, Case, grid, sizes
+from tests.support.build import Array, Built, build, outside
+from tests.support.cases import CORNER, EIGHT_HEADS, LATENT_SPLITS, SMOKE, Case, grid, latents, sizes
 from tests.support.compare import verify
 
 # Every CUDA backend: on a GPU where there is one, and emulated where the sources can be built for the CPU.
 TARGETS = [target for target in all_targets() if target.row.min_arch]
+EMULATED = {target.backend: target for target in TARGETS if target.is_emulated}
 # Hopper has kernels of its own beside those of all others.
 ON_HOPPER = {target.backend: target for target in TARGETS if target.on_gpu and target.arch == 90}
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU, which has two kernels")
@@ -43,23 +40,6 @@ def parameters() -> list[Any]:
         for target in TARGETS
         for case in cases_of(target)
     ]
-
-
-def reason_against(target: Target, built: Built) -> str | None:
-    """Why the support table says that the backend does not serve a case."""
-    infos = {
-        name: NUMPY.describe(x)._replace(device="cpu" if name == "attention_metadata" else target.device)
-        for name, x in built.inputs.items()
-    }
-    metadata = built.inputs.get("attention_metadata")
-    problem = validate(
-        infos,
-        built.attributes,
-        return_lse=built.options.get("return_lse", False),
-        qk_dtype=BY_NAME[built.options.get("qk_dtype", "float32")],
-        metadata=None if metadata is None else tuple(metadata.tolist()),
-    )
-    return support.why_not(target.row, problem, target.arch)
 
 
 @pytest.mark.skipif(not TARGETS, reason="needs a GPU with CuPy, or g++ and the CUDA headers")
@@ -97,17 +77,74 @@ def test_two_latent_splits_or_more(case: Case, keys: int, monkeypatch: pytest.Mo
     check_backend(ON_HOPPER["latent"], case)
 
 
+def latent_parameters() -> list[Any]:
+    """All of `latents()` on Hopper's kernels, whole and split; some on that of all others, on a GPU and emulated."""
+    found = []
+    for i, case in enumerate(latents()):
+        gpu, emulated = ON_HOPPER.get("latent"), EMULATED.get("latent")
+        chosen = [(gpu, 0, False), (gpu, 2 + i % 2, False)]
+        if i % 2 == 0:
+            chosen.append((gpu, 2, True))
+        if WIDE or (i % 4 == 0 and case.io == "float16" and case.batch_size < 100):
+            chosen.append((emulated, 2, True))
+        found += [
+            pytest.param(
+                target,
+                splits,
+                aside,
+                case,
+                id=f"{target}{'-sm80' * aside}-{splits}-{case}",
+                marks=[pytest.mark.gpu] * target.on_gpu,
+            )
+            for target, splits, aside in chosen
+            if target is not None
+        ]
+    return found
+
+
+@pytest.mark.skipif(not TARGETS, reason="needs a GPU with CuPy, or g++ and the CUDA headers")
+@pytest.mark.parametrize(("target", "splits", "force_sm80", "case"), latent_parameters())
+def test_latent_sizes_of_hoppers_kernels(
+    target: Target, splits: int, force_sm80: bool, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent_mla, "FORCE_SM80", force_sm80)
+    if splits:
+        monkeypatch.setitem(target.options, "split_keys", case.split_keys(splits))
+    check_backend(target, case)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("force_sm80", [False, True], ids=["", "sm80"])
+@pytest.mark.parametrize("case", [case for case in latents() if case.k_quant == "PER_CHANNEL"][::4], ids=str)
+def test_scales_of_either_sign(case: Case, force_sm80: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host does not see them."""
+    monkeypatch.setattr(latent_mla, "FORCE_SM80", force_sm80)
+    built = build(case)
+    built["k_scale"][..., ::3] *= -1
+    check_built(ON_HOPPER["latent"], built)
+
+
 def check_backend(target: Target, case: Case) -> None:
     """Run a case on a backend and compare everything with the oracle, or see that it is refused as the table says."""
-    built = build(case)
-    reason = reason_against(target, built)
+    check_built(target, build(case))
+
+
+def check_built(target: Target, built: Built) -> None:
+    """The same for arrays that a case has made."""
+    reason = target.why_not(built.inputs, built.attributes, **built.options)
     if reason is not None:
         with pytest.raises(pagedattn.UnsupportedError, match=re.escape(reason)):
             target.run_built(built)
         return
     result, after = target.run_built(built)
+    check_untouched(built, after)
+    verify(built, result)
+
+
+def check_untouched(built: Built, after: dict[str, Array]) -> None:
+    """See that a call has written to its caches and to nothing else; ``after`` is as `Placed.fetch` returns it."""
     for name, (array, index) in built.parents.items():
         assert outside(after[name], index) == outside(array, index), f"{name}: something beside it was written"
         if name not in ("key_cache", "value_cache"):
             assert after[name].tobytes() == array.tobytes(), f"{name} was written"
-    verify(built, result)

@@ -94,14 +94,25 @@ def outside(array: Array, index: Index) -> bytes:
     return array.tobytes()
 
 
-def build(case: Case) -> Built:
-    """Make the arrays of a case."""
-    return _Builder(case).build()
+def build(case: Case, room: Case | None = None) -> Built:
+    """Make the arrays of a case, as large as those of another one, ``room``, that needs no less of anything."""
+    return _Builder(case, room or case).build()
+
+
+def positions_of(case: Case) -> Array:
+    """query_positions, or what the operator derives without it."""
+    positions = np.zeros(case.token_count, np.int64)
+    t = 0
+    for past, new in case.lengths:
+        order = np.arange(new)
+        positions[t : t + new] = past + {"tree": (order + 1) // 2, "ahead": order + 3}.get(case.positions, order)
+        t += new
+    return positions
 
 
 class _Builder:
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    def __init__(self, case: Case, room: Case) -> None:
+        self.case, self.room = case, room
         self.rng = np.random.default_rng([case.seed, zlib.crc32(str(case).encode())])
         self.io, self.stored = TYPES[case.io], TYPES[case.cache_type]
         self.built = Built(case)
@@ -109,8 +120,10 @@ class _Builder:
         self.new = np.array([new for _, new in case.lengths])
         self.kv_len = self.past + self.new
         self.blocks = -(-self.kv_len // case.block_size)
-        spare = -(-int(self.new.sum()) // case.block_size) + 2
-        self.num_blocks = int(self.blocks.sum()) + spare
+        new, kv_len = np.array([(new, past + new) for past, new in room.lengths]).T
+        spare = -(-int(new.sum()) // case.block_size) + 2
+        self.num_blocks = int((-(-kv_len // case.block_size)).sum()) + spare
+        self.bounds = [int(lengths.max(initial=0)) for lengths in (new, kv_len)]
         self.ids = self.rng.permutation(self.num_blocks)
 
     def build(self) -> Built:
@@ -122,7 +135,7 @@ class _Builder:
         self.give("cumulative_sequence_length", np.cumsum([0, *self.new]).astype(np.int32))
         self.give("past_seqlens", self.past.astype(np.int32))
         self.give("block_table", table.astype(np.int32))
-        positions = self.positions()
+        positions = positions_of(self.case)
         if case.positions:
             self.give("query_positions", positions.astype(np.int32))
         if case.rope != "none":
@@ -135,8 +148,7 @@ class _Builder:
         if case.bias:
             self.bias()
         if case.metadata:
-            bounds = [int(lengths.max(initial=0)) for lengths in (self.new, self.kv_len)]
-            self.built.parents["attention_metadata"] = (np.array(bounds, np.int32), (slice(None),))
+            self.built.parents["attention_metadata"] = (np.array(self.bounds, np.int32), (slice(None),))
         return self.built
 
     def normal(self, *shape: int, spread: float = 1.0) -> Array:
@@ -199,9 +211,8 @@ class _Builder:
     def table(self) -> Array:
         """Block table; entries that no position needs are no blocks at all."""
         case = self.case
-        width = int(self.blocks.max(initial=0)) + 1
         table = self.rng.choice(
-            [INT32_MAX, -(2**31), self.num_blocks, self.num_blocks + 999, -2], (case.batch_size, width)
+            [INT32_MAX, -(2**31), self.num_blocks, self.num_blocks + 999, -2], (case.batch_size, self.room.table_width)
         )
         first = 0
         for b, count in enumerate(self.blocks):
@@ -234,7 +245,7 @@ class _Builder:
 
     def slots(self, table: Array) -> tuple[Array, Array, Array]:
         """Slots in reach of any token, slots that this call writes, and slot_mapping."""
-        case, positions = self.case, self.positions()
+        case, positions = self.case, positions_of(self.case)
         seen: list[int] = []
         slots = np.full(case.token_count, -1)
         t = 0
@@ -268,17 +279,6 @@ class _Builder:
             return np.clip(np.rint(self.normal(*shape, spread=40)), -128, 127).astype(np.int8)
         return (np.clip(self.normal(*shape), -4, 4) * (100 if cache else 1)).astype(self.stored)
 
-    def positions(self) -> Array:
-        """query_positions, or what the operator derives without it."""
-        case = self.case
-        positions = np.zeros(case.token_count, np.int64)
-        t = 0
-        for past, new in case.lengths:
-            order = np.arange(new)
-            positions[t : t + new] = past + {"tree": (order + 1) // 2, "ahead": order + 3}.get(case.positions, order)
-            t += new
-        return positions
-
     @property
     def rotary_offset(self) -> int:
         case = self.case
@@ -294,7 +294,8 @@ class _Builder:
             "offset": case.head_size - self.rotary_offset,
         }
         half = channels[case.rope] // 2
-        angle = np.arange(int(positions.max(initial=0)) + 1)[:, None] / 100 ** (np.arange(half) / half)
+        longest = max(positions.max(initial=0), positions_of(self.room).max(initial=0))
+        angle = np.arange(int(longest) + 1)[:, None] / 100 ** (np.arange(half) / half)
         self.give("cos_cache", np.cos(angle).astype(self.io))
         self.give("sin_cache", np.sin(angle).astype(self.io))
 
@@ -302,7 +303,7 @@ class _Builder:
         case = self.case
         batch = case.batch_size if case.bias[0] == "B" else 1
         heads = case.num_heads if case.bias[1] == "H" else 1
-        q_cap, k_cap = int(self.new.max(initial=0)) + 1, int(self.kv_len.max(initial=0)) + 3
+        q_cap, k_cap = self.bounds[0] + 1, self.bounds[1] + 3
         bias = self.normal(batch, heads, q_cap, k_cap, spread=1.5)
         bias[self.rng.random(bias.shape) < 0.1] = -np.inf
         for b in range(batch):  # what no token of the sequence, or of any sequence, indexes

@@ -6,6 +6,7 @@ A `Case` is data; `tests.support.build` makes its arrays. Lists by purpose:
 * `grid()`: every pair of feature values of `AXES` at the sizes of real models (a covering array);
 * `sizes()`: every pair with all head sizes, group sizes and block sizes, for machines with a GPU;
 * `tiny()`: the same at sizes that a triple loop in Python can follow, float32 included;
+* `latents()`: every pair at the sizes of LATENT that Hopper has kernels of its own for;
 * `CORNER`: odd sizes, edges of blocks and windows, and batches that are hard to get right;
 * `EIGHT_HEADS`: single tokens over multiples of eight kv heads, whose whole blocks a kernel of Hopper's reads.
 """
@@ -111,6 +112,23 @@ class Case:
         return sum(new for _, new in self.lengths) + self.padding
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, new ones included."""
+        return max((past + new for past, new in self.lengths), default=0)
+
+    @property
+    def table_width(self) -> int:
+        """Entries of a row of the block table: one more than any sequence needs."""
+        return -(-self.longest // self.block_size) + 1
+
+    def split_keys(self, count: int) -> int:
+        """Keys of a split, for about that many splits of what the host knows to be the most keys of a token."""
+        keys = self.longest if self.metadata else self.table_width * self.block_size
+        if self.window > 0:
+            keys = min(keys, self.window)
+        return max(16, -(-keys // (16 * count)) * 16)
+
+    @property
     def is_latent(self) -> bool:
         return self.mode == "latent"
 
@@ -147,7 +165,7 @@ class Case:
             f"h{self.kv_num_heads}",
             f"g{self.group_size}",
             f"b{self.block_size}",
-            self.shape + str(max((past + new for past, new in self.lengths), default=0)),
+            self.shape + str(self.longest),
             mode,
             "norm" if self.qk_norm else "",
             rope,
@@ -308,6 +326,30 @@ TINY_AXES: dict[str, Sequence[Any]] = {
     "block_size": (16, 32),
     "window": (-1, 1, 4, 1000),
 }
+# Which of Hopper's kernels for these sizes attends follows from the query rows of a sequence and from the cache.
+LATENT_AXES: dict[str, Sequence[Any]] = {
+    **AXES,
+    "mode": ("latent",),
+    "head_size": (576,),
+    "scale": (0.07,),
+    "caches": (
+        ("", "NONE", "NONE"),
+        *((cache, kind, "NONE") for cache in ("int8", "float8e4m3fn") for kind in ("PER_TENSOR", "PER_CHANNEL")),
+    ),
+    "heads": tuple((1, n) for n in (1, 5, 16, 24, 32, 40, 64, 71, 128)),
+    "lengths": (
+        ((700, 1), (0, 1), (63, 1), (64, 1), (5, 1)),
+        ((130, 2), (0, 4), (63, 1), (300, 3)),
+        ((40, 26), (0, 26), (193, 3)),
+        ((0, 0), (7, 1), (0, 18), (191, 5), (33, 0), (650, 1)),
+    ),
+    "block_size": (16, 32, 64, 128, 256),
+    "rope": (("none", False), ("offset", False), ("offset", True)),
+    "window": (-1, 1, 20, 64, 65, 300),
+    "qk": ((0, "float32"),),
+    "qk_norm": (False,),
+    "sink": (False,),
+}
 
 
 def pair_allowed(pair: Row) -> bool:
@@ -328,7 +370,7 @@ def case_of(row: Row) -> Case:
     if row["mode"] == "latent":
         v_quant, group_size, kv_num_heads = "NONE", kv_num_heads * group_size, 1
         if row["scale"]:
-            v_head_size = row["head_size"] - 8 if row["head_size"] > 8 else 5
+            v_head_size = {8: 5, 576: 512}.get(row["head_size"], row["head_size"] - 8)
     return Case(
         cache=cache,
         k_quant=k_quant,
@@ -386,6 +428,17 @@ def sizes() -> list[Case]:
 def tiny() -> list[Case]:
     """Every allowed pair of values of `TINY_AXES`."""
     return _distinct(case_of(row) for row in pairwise(TINY_AXES, pair_allowed))
+
+
+@cache
+def latents() -> list[Case]:
+    """Every pair of values of `LATENT_AXES`, the same with plain scores, and more sequences than fit a list of them."""
+    rows = pairwise(LATENT_AXES) + pairwise({**LATENT_AXES, "softcap": (0.0,), "bias": ("",), "positions": ("",)})
+    many = [
+        Case(**_WIDE_LATENT, group_size=n, lengths=tuple((7 * b % 40, int(b % idle > 0)) for b in range(400)))
+        for n, idle in ((16, 9), (40, 2), (128, 2))
+    ]
+    return _distinct([*map(case_of, rows), *many])
 
 
 _INT8: dict[str, Any] = {"cache": "int8", "k_quant": "PER_TENSOR", "v_quant": "PER_CHANNEL"}

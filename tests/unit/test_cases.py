@@ -7,11 +7,24 @@ import numpy as np
 import pytest
 
 from tests.support.build import build
-from tests.support.cases import AXES, CORNER, SMOKE, TINY_AXES, Case, grid, pair_allowed, pairwise, tiny
+from tests.support.cases import (
+    AXES,
+    CORNER,
+    LATENT_AXES,
+    SMOKE,
+    TINY_AXES,
+    Case,
+    grid,
+    latents,
+    pair_allowed,
+    pairwise,
+    tiny,
+)
 from tests.support.compare import bits
+from tests.support.random_problems import FAMILIES, random_problem
 
 
-@pytest.mark.parametrize("axes", [AXES, TINY_AXES], ids=["grid", "tiny"])
+@pytest.mark.parametrize("axes", [AXES, TINY_AXES, LATENT_AXES], ids=["grid", "tiny", "latents"])
 def test_every_allowed_pair_occurs(axes):
     rows = pairwise(axes, pair_allowed)
     for a, b in combinations(axes, 2):
@@ -22,7 +35,9 @@ def test_every_allowed_pair_occurs(axes):
     assert len(rows) < 100
 
 
-@pytest.mark.parametrize("cases", [SMOKE, CORNER, grid(), tiny()], ids=["smoke", "corner", "grid", "tiny"])
+@pytest.mark.parametrize(
+    "cases", [SMOKE, CORNER, grid(), tiny(), latents()], ids=["smoke", "corner", "grid", "tiny", "latents"]
+)
 def test_names_tell_cases_apart(cases):
     assert len({str(case) for case in cases}) == len(set(cases)) == len(cases)
 
@@ -47,3 +62,15 @@ def test_a_case_has_the_same_numbers_every_time():
     assert one.parents.keys() == two.parents.keys()
     for name, (parent, _) in one.parents.items():
         assert np.array_equal(bits(parent), bits(two.parents[name][0])), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_takes_a_random_problems_place_fits_its_arrays(family):
+    shapes = set()
+    for seed in range(8):
+        problem = random_problem(family, seed)
+        assert problem == random_problem(family, seed)
+        one, two = build(problem.case), build(problem.other, problem.case)
+        assert [(n, x.shape) for n, x in one.inputs.items()] == [(n, x.shape) for n, x in two.inputs.items()]
+        shapes.add(one["query"].shape)
+    assert len(shapes) > 1
