@@ -66,7 +66,7 @@ def assert_same_bits(got: Array, want: Array, what: str = "output", any_nan: boo
     if any_nan and got.dtype.kind not in "iub":
         differ &= ~(np.isnan(got.astype(np.float32)) & np.isnan(want.astype(np.float32)))
     wrong = np.argwhere(differ)
-    assert not wrong.size, f"{what}: {len(wrong)} of {got.size} elements differ, first at {tuple(wrong[0])}"
+    assert not wrong.size, f"{what}: {len(wrong)} of {got.size} elements differ, first at {tuple(wrong[0].tolist())}"
 
 
 def steps_between(got: Array, want: Array, cache: str = "") -> Array:

@@ -10,7 +10,7 @@ import pytest
 from pagedattn import paged_attention
 from tests.support.build import build
 from tests.support.cases import Case
-from tests.support.compare import assert_close, steps_between, ulp, verify
+from tests.support.compare import assert_close, assert_same_bits, steps_between, ulp, verify
 
 CASES = [
     Case(lengths=((40, 5), (0, 7), (33, 1)), rope="full", qk_output=2),
@@ -149,3 +149,26 @@ def test_steps_count_representable_values():
     assert steps_between(up, x).tolist() == [1, 1, 1, 1]
     assert steps_between(np.array([0.0], np.float16), np.array([-0.0], np.float16)).tolist() == [0]
     assert steps_between(np.array([0x18], np.uint8), np.array([0x27], np.uint8), "int4").tolist() == [[1, 1]]
+
+
+def test_rows_that_admit_nan_may_be_anything_and_no_others():
+    built = build(Case(lengths=((20, 3), (5, 2))))
+    built["value"][2] = np.nan  # the last new token of the first sequence
+    got = built.copy().run(paged_attention)
+    assert np.isnan(got.output[2].astype(np.float32)).all()
+    got.output[2] = 7
+    verify(built, got, spoilt=True)
+    with pytest.raises(AssertionError, match="the case itself asks for NaN"):
+        verify(built, got)
+    got.output[1] *= np.float16(1.1)
+    with pytest.raises(AssertionError, match="output: largest error"):
+        verify(built, got, spoilt=True)
+
+
+def test_one_nan_is_another_only_where_that_is_said():
+    one, other = (np.array([1, code], np.uint16).view(np.float16) for code in (0x7E00, 0xFE01))
+    assert_same_bits(one, other, any_nan=True)
+    with pytest.raises(AssertionError, match=r"output: 1 of 2 elements differ, first at \(1,\)"):
+        assert_same_bits(one, other)
+    with pytest.raises(AssertionError, match="output: 2 of 2 elements differ"):
+        assert_same_bits(one[::-1], other, any_nan=True)
