@@ -21,7 +21,7 @@ from tests.support.random_problems import FAMILIES, RandomProblem, random_proble
 from .decoding import Decoder, Model, host
 
 ON_GPU = {target.backend: target for target in TARGETS if target.on_gpu}
-PROBLEMS, PIECE = 32, 4  # of a family, and of a test
+PROBLEMS, PIECE = 48, 4  # of a family, and of a test
 # A few numbers of the plain computation may be nearer to the oracle than the activations' type lets one expect.
 UNITS = 3
 # Lengths, blocks, slots and positions that nobody should pass.
@@ -37,10 +37,10 @@ class Beside:
     def __init__(self, cupy: Any) -> None:
         models = [Model(), Model(new_tokens=48)]
         models += [Model(num_heads=n, kv_num_heads=1, head_size=576, v_head_size=512) for n in (16, 128)]
-        layers = [Decoder(cupy, model) for model in models]
-        for layer in layers:
+        self.layers = [Decoder(cupy, model) for model in models]  # a graph does not keep the arrays that it reads
+        for layer in self.layers:
             layer.prepare([3, 60, 300], 0)
-        self.step = GraphedStep(lambda: [layer.step() for layer in layers])
+        self.step = GraphedStep(lambda: [layer.step() for layer in self.layers])
         self.want = self.bits()
 
     def bits(self) -> list[list[bytes]]:

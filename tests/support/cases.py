@@ -435,8 +435,8 @@ def latents() -> list[Case]:
     """Every pair of values of `LATENT_AXES`, the same with plain scores, and more sequences than fit a list of them."""
     rows = pairwise(LATENT_AXES) + pairwise({**LATENT_AXES, "softcap": (0.0,), "bias": ("",), "positions": ("",)})
     many = [
-        Case(**_WIDE_LATENT, group_size=n, lengths=tuple((7 * b % 40, int(b % idle > 0)) for b in range(400)))
-        for n, idle in ((16, 9), (40, 2), (128, 2))
+        Case(**_WIDE_LATENT, group_size=n, lengths=tuple((7 * b % 40, int(b % idle == 0)) for b in range(400)))
+        for n, idle in ((16, 1), (40, 2), (128, 5))
     ]
     return _distinct([*map(case_of, rows), *many])
 
