@@ -24,7 +24,7 @@ ON_GPU = {target.backend: target for target in TARGETS if target.on_gpu}
 PROBLEMS, PIECE = 48, 4  # of a family, and of a test
 # A few numbers of the plain computation may be nearer to the oracle than the activations' type lets one expect.
 UNITS = 3
-# Lengths, blocks, slots and positions that nobody should pass.
+# Lengths, blocks, slots and positions that nobody should pass; beside them the first ones that do not exist.
 HOSTILE = (-1, 0, 1, 2, 7, 63, 64, 500, 3000, -5, INT32_MAX, -(2**31), 100_000)
 READ_ON_DEVICE = ("cumulative_sequence_length", "past_seqlens", "block_table", "slot_mapping", "query_positions")
 
@@ -139,8 +139,10 @@ def spoil(built: Built, rng: np.random.Generator) -> None:
 def hostile(built: Built, rng: np.random.Generator) -> Built:
     """The call with some of what kernels read of batch and cache replaced by what they must survive."""
     built = built.copy()
+    num_blocks, block_size = built["key_cache"].shape[:2]
+    values = (*HOSTILE, num_blocks, num_blocks * block_size, built["block_table"].shape[1] * block_size)
     for name in [name for name in READ_ON_DEVICE if name in built.parents]:
         x = built[name]
         some = rng.random(x.shape) < rng.choice([0.2, 0.9])
-        x[some] = rng.choice(HOSTILE, int(some.sum()))
+        x[some] = rng.choice(values, int(some.sum()))
     return built
