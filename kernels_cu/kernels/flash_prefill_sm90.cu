@@ -373,12 +373,12 @@ template <FlashPrefillSm90Spec S> __device__ __forceinline__ void load_queries(c
     __syncwarp();
     if (work.tokens == 0) break;
     works.advance();
-    if (work.tile_count == 0) continue;
     ptx::mbarrier_wait(shared.query_empty, queries.parity ^ 1);
+    const int parts = work.tile_count == 0 ? 0 : S.warpgroups * F::kChannelGroups;  // none, but in turn: the place may be output's
     if (ptx::elect()) {
-      ptx::mbarrier_arrive_expect(shared.query_full, S.warpgroups * F::kChannelGroups * F::kRowBytes * tokens * p.group_size);
+      ptx::mbarrier_arrive_expect(shared.query_full, parts * F::kRowBytes * tokens * p.group_size);
 #pragma unroll 1
-      for (int part = 0; part < S.warpgroups * F::kChannelGroups; ++part) {
+      for (int part = 0; part < parts; ++part) {
         ptx::tma_load(shared.query + part * F::kQueryGroupBytes, p.query_map, shared.query_full, 0, work.kv_head * p.group_size,
                       work.first_token + part / F::kChannelGroups * tokens, part % F::kChannelGroups);
       }
@@ -681,6 +681,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
   __device__ __forceinline__ void wait_query() {
     ptx::mbarrier_wait(shared.query_full, query_ring.parity);
     query_ring.advance();
+    if (__all_sync(kFullWarp, work.tile_count == 0)) return;
     if constexpr (F::kCodes) scale_query();
     if constexpr (F::kHoldsQuery) {
       const FragmentRow row(shared.query + warpgroup * F::kQueryBytes);
@@ -1062,7 +1063,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     release_values();
   }
 
-  // What a warpgroup without rows does instead: lets the tiles, and its turns, pass.
+  // What a warpgroup without rows, or with rows without keys, does instead: lets the query, the tiles, and its turns, pass.
   __device__ __forceinline__ void let_pass() {
     release_query();
     for (int i = work.tile_count; i > 0; --i) {
@@ -1167,7 +1168,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     works.advance();
     if (__all_sync(kFullWarp, work.tokens == 0)) return;  // by the whole warp, visibly
     set_rows();
-    if (work.tile_count > 0) wait_query();
+    wait_query();
   }
 
   __device__ __forceinline__ void run() {
@@ -1182,7 +1183,7 @@ template <FlashPrefillSm90Spec S> struct Consumer {
         attend(acc, finished);
         if (write(acc, finished)) spoilt_rounds |= round;
       } else {
-        if (work.tile_count > 0) let_pass();
+        if (work.tokens > 0) let_pass();
         write_nothing();
         fetch();
       }
