@@ -11,7 +11,7 @@ from tests.support.cases import Case
 
 FLASH = next((target for target in TARGETS if target.on_gpu and target.backend == "flash"), None)
 # Single tokens and a chunk are mixed, and tokens of no sequence are in the chunk's list.
-LENGTHS = (*((200 + i % 97, 1) for i in range(300)), (150, 200))
+LENGTHS = (*((60 + i % 97, 1) for i in range(100)), (150, 200))
 
 
 @pytest.mark.skipif(FLASH is None, reason="needs a GPU with CuPy")
