@@ -152,22 +152,19 @@ def test_a_sink_of_minus_infinity_is_none(target, splits):
 @pytest.mark.parametrize("hidden_by", ["causality", "window", "block", "bias"])
 def test_the_cap_does_not_lift_the_mask(target, io, hidden_by, splits):
     """tanh maps minus infinity to minus the cap: a mask applied before it would leak, 12.97 instead of 1."""
-    scene = Scene([18], io=io, head_size=16, query=lambda b, pos, h: np.eye(16)[0], key=0, value=101)
-    scene.key[0][17 if hidden_by != "causality" else 16, :, 0] = 3
-    scene.value[0][17 if hidden_by != "causality" else 16] = 1
-    if hidden_by == "causality":
-        call = scene.call([16]).change(local_window_size=1)
+    length, seen = {"causality": (18, 16), "block": (17, 16)}.get(hidden_by, (18, 17))
+    scene = Scene([length], io=io, head_size=16, query=lambda b, pos, h: np.eye(16)[0], key=0, value=101)
+    scene.key[0][seen, :, 0] = 3
+    scene.value[0][seen] = 1
+    call = scene.call([seen])
+    if hidden_by in ("causality", "window"):
+        call = call.change(local_window_size=1)
+    elif hidden_by == "block":  # nothing else hides its keys: the other block holds the token itself alone
+        table = call["block_table"].copy()
+        table[0, 0] = -1
+        call = call.change(block_table=table)
     else:
-        call = scene.call([17])
-        if hidden_by == "window":
-            call = call.change(local_window_size=1)
-        elif hidden_by == "block":
-            table = call["block_table"].copy()
-            table[0, 0] = -1
-            call = call.change(block_table=table, local_window_size=2)
-            call = call.change(attention_bias=hide_all_but(18, {17}, io))
-        else:
-            call = call.change(attention_bias=hide_all_but(18, {17}, io))
+        call = call.change(attention_bias=hide_all_but(length, {seen}, io))
     outcome = target.check(call.change(softcap=1.0, scale=1.0), return_lse=True)
     assert (outcome.output[0] == 1).all()
 
