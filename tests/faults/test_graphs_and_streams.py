@@ -140,6 +140,33 @@ def test_a_captured_step_serves_a_smaller_batch(gpu, cupy):
         assert not got[live:].any()
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_step_without_tokens_is_captured_and_replayed(gpu, batch):
+    """Nothing to launch: the capture goes on, and a replay leaves the caches alone."""
+    scene = Scene([18, 1, 4][:batch], num_heads=4, kv_num_heads=2, head_size=64)
+    step = OnDevice(gpu, scene.call(scene.lengths))
+    step.run()
+    result = step.operator(**step.arrays)
+    assert result.output.shape == (0, 4 * 64)
+    assert result.output.dtype == np.float16
+    marker = step.cupy.zeros(1, np.int32)
+    marker += 1  # compiled before the capture
+    step.cupy.cuda.Device().synchronize()
+    with step.stream:
+        step.stream.begin_capture()
+        try:
+            step.operator(**step.arrays, out=step.out)
+            marker += 1  # so that the graph is not empty
+        finally:
+            graph = step.stream.end_capture()
+    for _ in range(3):
+        graph.launch(step.stream)
+    step.stream.synchronize()
+    assert marker.get().tolist() == [4]
+    for name in ("key_cache", "value_cache"):
+        assert_same_bytes(gpu.download(step.raw[name]), step.call[name].view(step.raw[name].dtype))
+
+
 @pytest.mark.by_heads
 def test_idle_slots_of_a_captured_batch_stay_zero(gpu):
     scene = Scene([18, 1, 4, 1], num_heads=4, kv_num_heads=2, head_size=64)

@@ -247,17 +247,29 @@ def test_devices_that_cannot_be_served():
 
 
 WORKER = """
-import pathlib, sys, time
+import hashlib, sys
 from pagedattn import dtypes
 from pagedattn.jit.compiler import Compiler
 from pagedattn.jit.disk_cache import DiskCache
 from pagedattn.jit.sources import Sources
 from tests.support.tiny_kernel import KERNEL, TinySpec
 compiler = Compiler(Sources(sys.argv[1]), DiskCache(sys.argv[2]))
+print("ready", flush=True)
+sys.stdin.readline()
 binaries = [compiler.compile(KERNEL, TinySpec(dtypes.FLOAT16, width, False), "sm_80") for width in (16, 32)]
-import hashlib
 print(compiler.compilations, hashlib.sha256(b"".join(b.cubin for b in binaries)).hexdigest())
 """
+
+
+def race(sources, cache, count):
+    """What ``count`` processes have compiled that go to the cache at once: how many kernels, and a digest of all."""
+    processes = [start(sources, cache) for _ in range(count)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return [finish(process) for process in processes]
 
 
 def start(sources, cache):
@@ -265,6 +277,7 @@ def start(sources, cache):
         [sys.executable, "-c", WORKER, str(sources.root), str(cache.directory)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -279,18 +292,26 @@ def finish(process):
 
 
 def test_eight_processes_race_on_one_empty_folder(nvrtc, sources, cache):
-    results = [finish(process) for process in [start(sources, cache) for _ in range(8)]]
+    results = race(sources, cache, 8)
     assert len({digest for _, digest in results}) == 1
     assert len(entries(cache)) == 2  # and nothing left aside
 
     # A process that comes later compiles nothing.
-    assert finish(start(sources, cache)) == (0, results[0][1])
+    assert race(sources, cache, 1) == [(0, results[0][1])]
 
-    # Damaged between two starts: both entries are built again, to the same code.
-    for path, keep in zip(entries(cache), (0, 2), strict=True):
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // keep if keep else 0])
-    assert finish(start(sources, cache)) == (2, results[0][1])
-    assert finish(start(sources, cache)) == (0, results[0][1])
+
+def test_eight_processes_meet_damaged_entries_at_once(nvrtc, sources, cache):
+    """One entry is empty and one half as long: both are built again, to the same code."""
+    ((compilations, digest),) = race(sources, cache, 1)
+    assert compilations == 2
+    whole = [path.read_bytes() for path in entries(cache)]
+    for path, size in zip(entries(cache), (0, len(whole[1]) // 2), strict=True):
+        path.write_bytes(path.read_bytes()[:size])
+    results = race(sources, cache, 8)
+    assert {result[1] for result in results} == {digest}
+    assert sum(result[0] for result in results) >= 2
+    assert [path.read_bytes() for path in entries(cache)] == whole
+    assert race(sources, cache, 1) == [(0, digest)]
 
 
 def test_a_compile_error_can_be_pickled():
