@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from pagedattn import mla, rope
+from pagedattn import cache, graph, mla, rope
 from pagedattn.api import PagedAttention, PagedAttentionResult, explain, paged_attention
 from pagedattn.arrays import Float8View
 from pagedattn.calibration import Calibration, calibrate
@@ -41,9 +41,11 @@ __all__ = [
     "absorb",
     "block_table_from_indices",
     "block_table_to_indices",
+    "cache",
     "calibrate",
     "cumulative_lengths",
     "explain",
+    "graph",
     "group_query_attention",
     "merge_attention_states",
     "mla",

@@ -24,6 +24,7 @@ from pagedattn.jit.compiler import arch_of
 from pagedattn.jit.disk_cache import default_directory
 from pagedattn.problem import Problem, TensorInfo, imagined
 from pagedattn.support import ROWS, Row
+from pagedattn.testing import emulator
 from pagedattn.validate import coerce_split_keys, validate
 from pagedattn.warmup import recorder_of, warm_up
 
@@ -41,8 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
 
     command("info", "versions, devices, compiler, caches, and which backends can run")
-    _add_problem(command("explain", "which backend and kernels serve a call, and why not each other backend"))
-    _add_problem(command("warmup", "compile the kernels of a call into the cache, GPU or not"))
+    _add_problem(command("explain", "which backend and kernels serve a call, and why not each earlier backend"))
+    _add_problem(
+        command(
+            "warmup",
+            "compile the kernels of a call, and for decoding those of other batch sizes, into the cache, GPU or not",
+        )
+    )
     given = parser.parse_args(arguments)
     if given.command == "info":
         print(info())
@@ -51,9 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "warmup":
             _arch_number(given.arch)
         problem, choice = explain(given)
-        print(f"problem: {_shown(problem)}\n{choice}")
-        if given.command == "explain" and choice.row.min_arch:
-            print(_kernels(problem, choice, _arch_number(given.arch)))
+        lines = [f"problem: {_shown(problem)}\n{choice}"]
+        if choice.row.min_arch:
+            kernels = _kernels(problem, choice, _arch_number(given.arch))
+            lines += [kernels] if given.command == "explain" else []
+        print("\n".join(lines))
         if given.command == "warmup":
             count = warm_up([problem], _arch_number(given.arch), choice.row.name, progress=_show_progress)
             print(f"{count} kernels are in the cache for {given.arch}")
@@ -160,9 +168,17 @@ def _kernel_cache() -> tuple[str, str]:
 def _runs(row: Row, devices: dict[int, tuple[int, int]]) -> str:
     """Whether a backend can run here, on which devices, and if not why."""
     if row.min_arch == 0:
-        return "yes, on arrays in host memory"
-    if not devices:
-        return "no: needs a GPU"
+        return "yes, on arrays in host memory" + (" if asked for by name" if env.emulate() else "")
+    if env.emulate():
+        try:
+            emulator()
+        except PagedAttentionError as error:
+            return f"no: {error}"
+        return "yes, on arrays in host memory, emulated" + ("\n" + _on_gpus(row, devices) if devices else "")
+    return _on_gpus(row, devices) if devices else "no: needs a GPU"
+
+
+def _on_gpus(row: Row, devices: dict[int, tuple[int, int]]) -> str:
     try:
         archs = cuda.nvrtc().archs
     except PagedAttentionError:
@@ -290,7 +306,11 @@ def _inputs(given: argparse.Namespace, kv_heads: int, cache: DType, device: str)
 
 def _kernels(problem: Problem, choice: pagedattn.Choice, arch: int) -> str:
     """Kernels that a call with aligned arrays launches on a GPU that need not be here, with their Specs, in order."""
-    recorder = recorder_of(arch, [arch])
+    try:
+        archs = cuda.nvrtc().archs
+    except PagedAttentionError:  # nothing is compiled here
+        archs = (arch,)
+    recorder = recorder_of(arch, archs)
     import_module(choice.row.module).plan(problem, recorder)
     title = f"kernels, compiled for {recorder.arch} and chosen for {recorder.multiprocessors} multiprocessors:"
     return f"{title}\n{_table([(kernel.stem, str(spec)) for kernel, spec in recorder.loaded])}"

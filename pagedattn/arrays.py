@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from pagedattn import contract
 from pagedattn.dtypes import BY_NAME, FLOAT8E4M3FN, DType, name_of
 from pagedattn.errors import InvalidArgumentError
 from pagedattn.jit import cuda
@@ -255,7 +256,9 @@ def adapter_of(name: str, x: Any) -> Adapter:
     adapter = _ADAPTERS.get(type(x))
     if adapter is None:
         if isinstance(x, np.ma.MaskedArray):
-            raise InvalidArgumentError(f"{name}: expected an array without a mask, which would count for nothing.")
+            raise InvalidArgumentError(
+                f"{contract.argument(name)}: expected an array without a mask, which would count for nothing."
+            )
         for base in type(x).__mro__:
             if base in _ADAPTERS:
                 adapter = _ADAPTERS[base]
@@ -266,7 +269,7 @@ def adapter_of(name: str, x: Any) -> Adapter:
                 break
         else:
             raise InvalidArgumentError(
-                f"{name}: expected a NumPy or CuPy array, a torch tensor, or an object with "
+                f"{contract.argument(name)}: expected a NumPy or CuPy array, a torch tensor, or an object with "
                 f"__dlpack__ or __cuda_array_interface__, got {type(x).__name__}."
             )
         _ADAPTERS[type(x)] = adapter
@@ -314,7 +317,9 @@ def import_foreign(name: str, x: Any) -> Any:
                 try:
                     return np.from_dlpack(x)
                 except (BufferError, RuntimeError) as error:  # bfloat16, say
-                    raise InvalidArgumentError(f"{name}: NumPy cannot take it through DLPack: {error}") from error
+                    raise InvalidArgumentError(
+                        f"{contract.argument(name)}: NumPy cannot take it through DLPack: {error}"
+                    ) from error
             return cuda.cupy().from_dlpack(x)
         raise
 

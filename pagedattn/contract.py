@@ -302,3 +302,8 @@ MODES: tuple[Mode, ...] = (
 INPUT_BY_NAME = {row.name: row for row in INPUTS}
 ATTRIBUTE_BY_NAME = {row.name: row for row in ATTRIBUTES}
 OUTPUT_BY_NAME = {row.name: row for row in OUTPUTS}
+
+
+def argument(name: str) -> str:
+    """A tensor's name as the caller knows it: the array that the output goes to is the argument ``out``."""
+    return "out" if name == "output" else name

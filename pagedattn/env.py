@@ -47,7 +47,7 @@ CHECKS = Variable(
 )
 DEBUG_INFO = Variable(
     "PAGEDATTN_DEBUG_INFO",
-    "1: print one line a call that names the backend that serves it, and why each other one does not.",
+    "1: print one line a call that names the backend that serves it, and why each earlier one does not.",
 )
 ORT_DEBUG_INFO = Variable(
     "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO", "ONNX Runtime's own name of PAGEDATTN_DEBUG_INFO; either switches it on."
@@ -59,7 +59,7 @@ BACKEND = Variable(
 EMULATE = Variable(
     "PAGEDATTN_EMULATE",
     "1: serve arrays in host memory with the CUDA backends, their sources run on the CPU thread by thread, unless the "
-    "backend numpy is asked for. From the root of a checkout only; slow; needs g++.",
+    "backend numpy is asked for. In a checkout's root, or anywhere with an editable install; slow; needs g++.",
 )
 
 TABLE = (CACHE_DIR, CHECKS, DEBUG_INFO, ORT_DEBUG_INFO, BACKEND, EMULATE)

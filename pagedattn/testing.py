@@ -1,4 +1,4 @@
-"""Running the CUDA kernels' own sources on the CPU, from a checkout of the repository.
+"""Running the CUDA kernels' own sources on the CPU, in a checkout of the repository.
 
 The emulator is test infrastructure and no part of an installed package; see docs/debugging-kernels.md.
 """
@@ -38,7 +38,8 @@ def emulator() -> runtime.Runtime:
         module = importlib.import_module("tests.emulator.runtime")
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            "the kernel emulator lives in the repository's tests/emulator: run from the root of a checkout"
+            "the kernel emulator lives in the repository's tests/emulator: run from the root of a checkout, "
+            "or install it with pip install -e"
         ) from error
     device: runtime.Runtime = module.runtime()
     return device

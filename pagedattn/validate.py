@@ -102,7 +102,7 @@ def rule(function: Rule) -> Rule:
 
 def expected(name: str, want: str, got: object, hint: str = "") -> str:
     """Every message's form: who, what was expected, what came, and a way out."""
-    return f"{name}: expected {want}, got {got}.{' ' + hint if hint else ''}"
+    return f"{contract.argument(name)}: expected {want}, got {got}.{' ' + hint if hint else ''}"
 
 
 def validate(
@@ -418,14 +418,15 @@ def query_width(call: Call) -> str | None:
     head_size = width // heads
     if head_size % 8:
         return expected("query", f"a head_size (width / {heads}) that is a multiple of 8", head_size)
+    note = ", as query without key and value is packed [Q | K | V]" if call.is_packed else ""
     call.bind("token_count", shape[0], "query")
     call.bind("query_width", width, "query")
-    call.bind("head_size", head_size, "query")
+    call.bind("head_size", head_size, f"query{note}")
     call.bind("kv_width", call["kv_num_heads"] * head_size, f"kv_num_heads * head_size, head_size = {head_size}")
     call.bind(
         "cache_width",
         call.cache_dtype.storage_elements(head_size),
-        f"head_size = {head_size}" + (", two int4 codes a byte" if call.cache_dtype is INT4 else ""),
+        f"head_size = {head_size}" + (", two int4 codes a byte" if call.cache_dtype is INT4 else "") + note,
     )
     return None
 
@@ -537,17 +538,15 @@ def written_tensors_writeable(call: Call) -> str | None:
         if name not in ("key_cache", "value_cache", *contract.OUTPUT_BY_NAME):
             continue
         if not tensor.writeable:
-            return f"{name}: expected a writeable array, got a read-only one."
+            return expected(name, "a writeable array", "a read-only one")
         if 0 in tensor.shape:  # the strides of an array without elements mean nothing
             continue
         if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.strides, tensor.shape, strict=True)):
-            return f"{name}: expected elements of their own, got a broadcast view (strides {tensor.strides})."
+            return expected(name, "elements of their own", f"a broadcast view (strides {tensor.strides})")
         reach = 0  # of the axes with smaller strides: slices and transposed arrays step beyond it
         for stride, extent in sorted((abs(s), n) for s, n in zip(tensor.strides, tensor.shape, strict=True) if n > 1):
             if stride <= reach:
-                return (
-                    f"{name}: expected elements of their own, got a view that repeats some (strides {tensor.strides})."
-                )
+                return expected(name, "elements of their own", f"a view that repeats some (strides {tensor.strides})")
             reach += stride * (extent - 1)
     return None
 
@@ -625,8 +624,8 @@ def shared_memory(
             if first < high and low < last and other != name:
                 one, two = tensors[name], tensors[other]
                 if _overlap(one[:4], two[:4], two.pointer - one.pointer):
-                    what = f"the buffer of {name}" if low == first else f"memory of {name}"
-                    return f"{other}: expected memory of its own, got {what}."
+                    what = f"{'the buffer' if low == first else 'memory'} of {contract.argument(name)}"
+                    return expected(other, "memory of its own", what)
     return None
 
 

@@ -98,7 +98,7 @@ def test_output_is_not_the_memory_of_a_cache(decoder: Decoder) -> None:
     model, query = decoder.model, decoder.arrays["query"]
     shape = query.shape[0], model.num_heads * (model.v_head_size or model.head_size)
     inside = decoder.cupy.ndarray(shape, query.dtype, cache.data + 64)
-    refused(decoder, "^output: expected memory of its own, got memory of key_cache", out=inside)
+    refused(decoder, "^out: expected memory of its own, got memory of key_cache", out=inside)
     assert results(decoder) == want
 
 

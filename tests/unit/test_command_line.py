@@ -205,6 +205,23 @@ def test_info_with_headers_of_another_major(run, cupy_with_devices, monkeypatch,
     assert f"NVRTC not usable: {message}" in run("info")[1]
 
 
+def test_info_of_the_emulator(run, monkeypatch):
+    no_cupy(monkeypatch)
+    monkeypatch.setenv("PAGEDATTN_EMULATE", "1")
+    _, text, _ = run("info")
+    assert "latent yes, on arrays in host memory, emulated" in text
+    assert "numpy yes, on arrays in host memory if asked for by name" in text
+    monkeypatch.setitem(sys.modules, "tests.emulator.runtime", None)
+    _, text, _ = run("info")
+    assert "latent no: the kernel emulator lives in the repository's tests/emulator" in text
+
+
+def test_info_of_the_emulator_beside_devices(run, monkeypatch, cupy_with_devices):
+    monkeypatch.setenv("PAGEDATTN_EMULATE", "1")
+    _, text, _ = run("info")
+    assert "latent yes, on arrays in host memory, emulated device 0: yes, compiled for sm_90a device 1: no" in text
+
+
 def test_info_with_two_cupys(run, monkeypatch):
     installed = [SimpleNamespace(name=f"cupy-cuda{major}x", version="14.2.0") for major in (12, 13)]
     monkeypatch.setattr("pagedattn.__main__.metadata.distributions", lambda: installed)
@@ -312,6 +329,13 @@ def test_explain_refuses_as_a_call_would(run, flags, message):
     status, text, error = run(*CALL, *flags)
     assert (status, text) == (1, "")
     assert message in error
+
+
+@pytest.mark.parametrize("command", ["explain", "warmup"])
+def test_a_gpu_that_nothing_is_compiled_for_is_refused(run, cupy_with_devices, command):
+    status, text, error = run(command, *CALL[1:-2], "--arch", "sm_999")
+    assert (status, text) == (1, "")
+    assert "NVRTC compiles for none of compute capability 99.x" in error
 
 
 def test_explain_takes_the_keys_of_a_split(run):

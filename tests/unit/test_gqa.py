@@ -524,9 +524,9 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"sliding_window_cache": 1, "local_window_size": 13},
         "past_key: expected dimension 2 >= local_window_size = 13, got 12",
     ),
-    "out": ({"out": np.zeros((3, 4, 32), np.float32)}, "output: expected dimension 2 to be output_width = 64"),
-    "out type": ({"out": np.zeros((3, 4, 64))}, "output: expected element type float32, that of query, got float64"),
-    "out of objects": ({"out": np.zeros((3, 4, 64), object)}, "output: expected element type float32"),
+    "out": ({"out": np.zeros((3, 4, 32), np.float32)}, "out: expected dimension 2 to be output_width = 64"),
+    "out type": ({"out": np.zeros((3, 4, 64))}, "out: expected element type float32, that of query, got float64"),
+    "out of objects": ({"out": np.zeros((3, 4, 64), object)}, "out: expected element type float32"),
     "objects": ({"key": np.zeros((3, 4, 32), object)}, "key: expected element type float16 or .* got object"),
     "complex cache to enlarge": (
         {name: np.zeros((3, 2, 4, 16), complex) for name in ("past_key", "past_value")},
@@ -605,8 +605,8 @@ def test_written_memory_may_not_be_another_arrays_too(sliding: bool):
     before = cache.copy()
     for changes, message in (
         ({"past_value": cache}, "past_value: expected memory of its own, got the buffer of past_key"),
-        ({"out": inside}, "output: expected memory of its own, got the buffer of past_key"),
-        ({"out": query}, "query: expected memory of its own, got the buffer of output"),
+        ({"out": inside}, "out: expected memory of its own, got the buffer of past_key"),
+        ({"out": query}, "query: expected memory of its own, got the buffer of out"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             group_query_attention(**{**call, **changes})

@@ -410,7 +410,7 @@ RULES = [
         "written_tensors_writeable",
         "plain",
         {"out": frozen(np.zeros((8, 256), f16))},
-        "output: expected a writeable array, got a read-only one.",
+        "out: expected a writeable array, got a read-only one.",
     ),
     Refused(
         "written_tensors_writeable",
@@ -574,7 +574,7 @@ TYPES += [
         "types_match",
         "plain",
         {"out": np.zeros((8, 256), f32)},
-        "output: expected element type float16, that of query, got float32.",
+        "out: expected element type float16, that of query, got float32.",
     ),
     Refused(
         "types_match",
@@ -599,6 +599,7 @@ KV_HEADS = "kv_num_heads = 2 (kv_num_heads from attribute kv_num_heads)"
 HEAD_SIZE = "head_size = 64 (head_size from query)"
 BATCH = "batch_size = 3 (batch_size from cumulative_sequence_length)"
 CACHE_WIDTH = "cache_width = 64 (cache_width from head_size = 64)"
+PACKED_WIDTH = CACHE_WIDTH[:-1] + ", as query without key and value is packed [Q | K | V])"
 # (input, axis): what one element less is told.
 DIMENSIONS = {
     ("key", 0): TOKENS,
@@ -717,7 +718,7 @@ SHAPES += [
         "shapes_match",
         "packed",
         {"key_cache": np.zeros((7, 16, 2, 72), f16), "value_cache": np.zeros((7, 16, 2, 72), f16)},
-        f"key_cache: expected dimension 3 to be {CACHE_WIDTH}, got shape (7, 16, 2, 72).",
+        f"key_cache: expected dimension 3 to be {PACKED_WIDTH}, got shape (7, 16, 2, 72).",
     ),
     Refused(
         "shapes_match",
@@ -730,14 +731,14 @@ SHAPES += [
         "shapes_match",
         "plain",
         {"out": np.zeros((8, 255), f16)},
-        "output: expected dimension 1 to be output_width = 256 (output_width from num_heads * v_head_size), "
+        "out: expected dimension 1 to be output_width = 256 (output_width from num_heads * v_head_size), "
         "got shape (8, 255).",
     ),
     Refused(
         "shapes_match",
         "latent",
         {"out": np.zeros((8, 288), f16)},
-        "output: expected dimension 1 to be output_width = 256 (output_width from num_heads * v_head_size), "
+        "out: expected dimension 1 to be output_width = 256 (output_width from num_heads * v_head_size), "
         "got shape (8, 288).",
     ),
     Refused(
@@ -895,7 +896,7 @@ def test_memory_that_is_written_may_not_be_another_array_too(checks: bool):
             "key_cache": pool[:blocks],
             "value_cache": pool[1 : blocks + 1],
         },
-        "output: expected memory of its own, got memory of key_cache.": {
+        "out: expected memory of its own, got memory of key_cache.": {
             "key_cache": pool[:blocks],
             "out": pool.reshape(-1)[512 : 512 + 8 * 256].reshape(8, 256),
         },
@@ -903,7 +904,7 @@ def test_memory_that_is_written_may_not_be_another_array_too(checks: bool):
             "value_cache": pool[:blocks],
             "key": pool.reshape(-1)[512 : 512 + 8 * 128].reshape(8, 128),
         },
-        "query: expected memory of its own, got memory of output.": {
+        "query: expected memory of its own, got memory of out.": {
             "query": pool.reshape(-1)[: 8 * 256].reshape(8, 256),
             "out": pool.reshape(-1)[256 : 9 * 256].reshape(8, 256),
         },
