@@ -1166,7 +1166,10 @@ template <FlashPrefillSm90Spec S> struct Consumer {
     work = shared.work[works.stage];
     ptx::mbarrier_arrive(shared.work_empty + works.stage);
     works.advance();
-    if (__all_sync(kFullWarp, work.tokens == 0)) return;  // by the whole warp, visibly
+    if (__all_sync(kFullWarp, work.tokens == 0)) {  // by the whole warp, visibly
+      sync_warpgroup();  // no next query comes to tell that output in its place has been read
+      return;
+    }
     set_rows();
     wait_query();
   }

@@ -19,11 +19,14 @@ from pagedattn.problem import Problem, TensorInfo
 
 Tensors = Mapping[str, TensorInfo]
 
+# An array without elements may have address 0, which tells kernels that there is none.
+NO_ELEMENTS = 256
+
 
 def pointer(tensors: Tensors, name: str) -> int | None:
-    """Address of an array, None when it is absent."""
+    """Address of an array, None when it is absent; never 0, which nobody reads where an array has no elements."""
     info = tensors.get(name)
-    return None if info is None else info.pointer
+    return None if info is None else info.pointer or NO_ELEMENTS
 
 
 def sequence_table(p: Problem, tensors: Tensors, positions: str = "query_positions") -> bytes:
@@ -89,7 +92,7 @@ def score_rules(p: Problem, tensors: Tensors) -> bytes:
         head_stride = bias.strides[1] if heads > 1 else 0
         row_stride = bias.strides[2]
     return SCORE_RULES.pack(
-        attention_bias=None if bias is None else bias.pointer,
+        attention_bias=pointer(tensors, "attention_bias"),
         bias_batch_stride=batch_stride,
         bias_head_stride=head_stride,
         bias_row_stride=row_stride,

@@ -102,6 +102,16 @@ def test_output_is_not_the_memory_of_a_cache(decoder: Decoder) -> None:
     assert results(decoder) == want
 
 
+def test_a_table_without_columns_is_one_whatever_its_address(decoder: Decoder) -> None:
+    """A new array without elements may have address 0, as one that is absent."""
+    table, want = decoder.arrays["block_table"], results(decoder)
+    before = [x.tobytes() for x in decoder.caches()]
+    fresh = decoder.cupy.empty((len(table), 0), np.int32)
+    assert results(decoder, block_table=fresh) == results(decoder, block_table=table[:, :0]) != want
+    assert [x.tobytes() for x in decoder.caches()] == before
+    assert results(decoder) == want
+
+
 def test_the_environment_is_read_at_every_call(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     want = results(decoder)
     for name, value, message in (

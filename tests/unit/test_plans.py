@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagedattn import dtypes, warmup
-from pagedattn.backends import decode_split_kv
+from pagedattn.backends import arguments, decode_split_kv
 from pagedattn.errors import PagedAttentionError
 from pagedattn.jit import tensor_map
 from pagedattn.jit.launch import Recorder
@@ -235,6 +235,14 @@ def test_a_table_without_columns_and_a_pool_without_blocks(
         problem = problem_of(LAYERS[backend], 4, 1, width, num_blocks)
         plan = import_module(f"pagedattn.backends.{backend}").plan(problem, Shapes(arch))
         assert len(plan.launches(tensors_of(problem), 1 << 20)) >= 2
+
+
+@pytest.mark.parametrize("name", ["block_table", "attention_bias"])
+def test_an_array_without_elements_is_not_an_absent_one(name: str) -> None:
+    """Its address may be 0."""
+    empty = TensorInfo((3, 0), np.dtype(np.int32), "cuda:0", (0, 1), 0, True)
+    assert arguments.pointer({name: empty}, name)
+    assert arguments.pointer({}, name) is None
 
 
 def _map_of(extents: tuple[int, ...]) -> bytes:
