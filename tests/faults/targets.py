@@ -262,10 +262,12 @@ class Target:
         )
         return eight_heads.narrow(outcome, narrow) if self.by_heads else outcome
 
-    def run_built(self, built: Built) -> tuple[pagedattn.PagedAttentionResult, dict[str, Array]]:
-        """Run the call of a case; see `Placed.fetch`."""
+    def run_built(
+        self, built: Built, into_nan: bool = False
+    ) -> tuple[pagedattn.PagedAttentionResult, dict[str, Array]]:
+        """Run the call of a case, into memory that holds NaN if that is asked for; see `Placed.fetch`."""
         placed = Placed(self, built)
-        return placed.fetch(placed.run())
+        return placed.fetch(placed.run(out=placed.nan_output()) if into_nan else placed.run())
 
     def refuses(self, call: Call, match: str, **options: Any) -> None:
         """See that a call is refused with a message, and that no cache changes."""
@@ -331,10 +333,18 @@ class Placed:
         for name, (array, _) in built.parents.items():
             self.target.overwrite(self.raw[name], array)
 
-    def run(self) -> pagedattn.PagedAttentionResult:
+    def run(self, **more: Any) -> pagedattn.PagedAttentionResult:
         """Issue the call."""
         with self.target.active():
-            return self.operator(**self.arrays)
+            return self.operator(**self.arrays, **more)
+
+    def nan_output(self) -> Any:
+        """Memory for the output, every bit of which is set."""
+        case = self.built.case
+        width = case.num_heads * (case.v_head_size or case.head_size)
+        raw = self.target.zeros((len(self.built["query"]), width), TYPES[case.io])
+        raw.fill(np.iinfo(raw.dtype).max)
+        return self.target.typed(raw, TYPES[case.io])
 
     def fetch(self, result: pagedattn.PagedAttentionResult) -> tuple[pagedattn.PagedAttentionResult, dict[str, Array]]:
         """Results in host memory, and of each input the larger array that it is a slice of.

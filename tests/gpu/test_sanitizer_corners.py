@@ -1,4 +1,7 @@
-"""Corner cases on the GPU, few enough for compute-sanitizer: hostile values, odd sizes, poisoned surroundings."""
+"""Corner cases on the GPU, few enough for compute-sanitizer: hostile values, odd sizes, poisoned surroundings.
+
+Outputs are NaN before: initcheck does not follow what the copy engine writes, and takes a new array for uninitialized.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,20 @@ CASES = [case for case in [*CORNER, *SMOKE[::3]] if case.io != "float32"]
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("target", GPU_TARGETS, ids=str)
 def test_corner(cupy, target: Target, case: Case) -> None:
-    check_backend(target, case)
+    check_backend(target, case, into_nan=True)
 
 
 @needs_hopper
 @pytest.mark.parametrize("case", EIGHT_HEADS, ids=str)
 def test_all_heads_at_a_time(cupy, case: Case) -> None:
-    check_backend(ON_HOPPER["decode"], case)
+    check_backend(ON_HOPPER["decode"], case, into_nan=True)
 
 
 @needs_hopper
 @pytest.mark.parametrize("case", LATENT_SPLITS, ids=str)
 def test_two_latent_splits(cupy, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ON_HOPPER["latent"].options, "split_keys", 672)
-    check_backend(ON_HOPPER["latent"], case)
+    check_backend(ON_HOPPER["latent"], case, into_nan=True)
 
 
 @pytest.mark.parametrize(
