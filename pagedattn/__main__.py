@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from importlib import import_module, metadata
+from importlib import metadata
 
 import pagedattn
 from pagedattn import contract, env
@@ -26,7 +26,7 @@ from pagedattn.problem import Problem, TensorInfo, imagined
 from pagedattn.support import ROWS, Row
 from pagedattn.testing import emulator
 from pagedattn.validate import coerce_split_keys, validate
-from pagedattn.warmup import recorder_of, warm_up
+from pagedattn.warmup import record, warm_up
 
 Lines = list[tuple[str, str]]
 PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers", "onnx", "platformdirs", "nvidia-ml-py")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _arch_number(given.arch)
         problem, choice = explain(given)
         lines = [f"problem: {_shown(problem)}\n{choice}"]
-        if choice.row.min_arch:
+        if choice.row.min_arch:  # for warmup, too: what nothing can be compiled for is refused before anything is shown
             kernels = _kernels(problem, choice, _arch_number(given.arch))
             lines += [kernels] if given.command == "explain" else []
         print("\n".join(lines))
@@ -310,8 +310,7 @@ def _kernels(problem: Problem, choice: pagedattn.Choice, arch: int) -> str:
         archs = cuda.nvrtc().archs
     except PagedAttentionError:  # nothing is compiled here
         archs = (arch,)
-    recorder = recorder_of(arch, archs)
-    import_module(choice.row.module).plan(problem, recorder)
+    recorder = record(choice.row, [problem], arch, archs)
     title = f"kernels, compiled for {recorder.arch} and chosen for {recorder.multiprocessors} multiprocessors:"
     return f"{title}\n{_table([(kernel.stem, str(spec)) for kernel, spec in recorder.loaded])}"
 

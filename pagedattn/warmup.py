@@ -12,6 +12,7 @@ from pagedattn.jit.compiler import MAX_SHARED_BYTES, arch_of, default_compiler
 from pagedattn.jit.cuda import nvrtc
 from pagedattn.jit.launch import Compilation, Recorder
 from pagedattn.problem import Problem
+from pagedattn.support import Row
 
 # Of the device: they decide how work is split, and from which batch on it is one kernel's and not another's.
 MULTIPROCESSORS = 132
@@ -20,10 +21,14 @@ MULTIPROCESSORS = 132
 BATCH_SIZES = (*range(1, 2 * MULTIPROCESSORS + 1), 1024)
 
 
-def recorder_of(capability: int, archs: Sequence[int]) -> Recorder:
-    """Stands for a device of a compute capability, 80 for 8.0, with NVRTC that can compile for ``archs``."""
+def record(row: Row, problems: Iterable[Problem], capability: int, archs: Sequence[int]) -> Recorder:
+    """What a backend's plans load on a device of a compute capability (80 for 8.0) where NVRTC knows ``archs``."""
     like = max(known for known in MAX_SHARED_BYTES if known <= capability)
-    return Recorder(arch_of(divmod(capability, 10), archs), MAX_SHARED_BYTES[like], MULTIPROCESSORS)
+    recorder = Recorder(arch_of(divmod(capability, 10), archs), MAX_SHARED_BYTES[like], MULTIPROCESSORS)
+    plan = import_module(row.module).plan
+    for problem in problems:
+        plan(problem, recorder)
+    return recorder
 
 
 def kernels_of(problem: Problem, capability: int, backend: str | None = None) -> list[Compilation]:
@@ -39,15 +44,13 @@ def kernels_of(problem: Problem, capability: int, backend: str | None = None) ->
     backend : str, optional
         Force one.
     """
-    recorder = recorder_of(capability, nvrtc().archs)
-    choice = select(problem, capability, backend)
-    if choice.row.min_arch:
-        plan = import_module(choice.row.module).plan
-        plan(problem, recorder)
-        if problem.token_count == problem.batch_size:
-            for size in BATCH_SIZES:
-                plan(replace(problem, token_count=size, batch_size=size), recorder)
-    return recorder.loaded
+    row = select(problem, capability, backend).row
+    if not row.min_arch:
+        return []
+    problems = [problem]
+    if problem.token_count == problem.batch_size:
+        problems += [replace(problem, token_count=size, batch_size=size) for size in BATCH_SIZES]
+    return record(row, problems, capability, nvrtc().archs).loaded
 
 
 def warm_up(
