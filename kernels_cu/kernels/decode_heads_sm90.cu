@@ -47,7 +47,7 @@ struct DecodeHeadsSm90Params {
   ScoreRules rules;
   Output out;
   Partials partials;
-  int* finished;         // [token_count, runs of kMergedSplits splits, kv heads], zeros: splits that are done; null: no token has two
+  int* finished;         // [token_count, kv heads], zeros: splits that are done; null: no merge here
   int group_size;        // query heads of a kv head, 8 at most
   int head_tiles;        // kv heads / S.heads
   int query_is_new;      // the kernel ahead writes it
@@ -319,9 +319,9 @@ __device__ __forceinline__ void clear_values(unsigned char* s_head, int key, con
   __syncwarp();              // the cleared rows are visible to all lanes
 }
 
-// Counts this split of a token's kv head as done in its run of kMergedSplits neighbours. The warp that finds all others done merges them in
-// order: to the result if the token has no more, else to one part, where the first one was, for combine_splits. Four lanes have a row. It is
-// on its own then, and each round trip to memory shows: one brings every lse, and acc of four splits, kAtOnce vectors a lane; a few more the rest.
+// Counts this split of a token's kv head as done. The warp that finds all others done merges them in order; there are kMergedSplits at
+// most. Four lanes have a row. It is on its own then, and each round trip to memory shows: one brings every lse, and acc of four splits,
+// kAtOnce vectors a lane; a few more the rest.
 template <DecodeHeadsSm90Spec S>
 __device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, const Work& own, int kv_head) {
   using D = DecodeHeads<S>;
@@ -329,29 +329,24 @@ __device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, con
   constexpr int kAtOnce = 2;
   static_assert(kVectors % kAtOnce == 0, "whole batches");
   const int lane = threadIdx.x % kWarpSize;
-  const int run = own.split / kMergedSplits;
-  const int splits = min_of(own.plan.count - run * kMergedSplits, kMergedSplits);
-  const bool is_final = own.plan.count <= kMergedSplits;
+  const int splits = own.plan.count;
   __threadfence();  // this lane's part is visible to the device
   __syncwarp();     // those of the whole warp are
   int before = 0;
-  if (lane == 0) {
-    const int runs = ceil_div(p.partials.split_count, kMergedSplits);
-    before = atomicAdd(p.finished + (static_cast<int64_t>(own.token) * runs + run) * p.head_tiles * S.heads + kv_head, 1);
-  }
-  if (__shfl_sync(kFullWarp, before, 0) != splits - 1 || splits == 1) return;
+  if (lane == 0) before = atomicAdd(p.finished + static_cast<int64_t>(own.token) * p.head_tiles * S.heads + kv_head, 1);
+  if (__shfl_sync(kFullWarp, before, 0) != splits - 1) return;
   __threadfence();  // the others' parts are visible
 
   const int row = lane / 4;
   const int head = kv_head * p.group_size + min_of(row, p.group_size - 1);
-  const int64_t first_part = partial_row(p.partials, own.token, run * kMergedSplits, p.out.num_heads, head);  // others follow num_heads rows apart
+  const int64_t first_part = partial_row(p.partials, own.token, 0, p.out.num_heads, head);  // others follow num_heads rows apart
   float lse[2];  // of splits lane % 4 and 4 more, then their weights
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int split = 4 * half + lane % 4;
     lse[half] = split < splits ? p.partials.lse[first_part + static_cast<int64_t>(split) * p.out.num_heads] : negative_infinity();
   }
-  float* g_first = p.partials.acc + first_part * S.head_size + 4 * (lane % 4);
+  const float* g_first = p.partials.acc + first_part * S.head_size + 4 * (lane % 4);
   const int64_t step = static_cast<int64_t>(p.out.num_heads) * S.head_size;
   float4 x[4][kAtOnce];
   const auto load_acc = [&](int first, int base) {
@@ -372,11 +367,9 @@ __device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, con
   for (int half = 0; half < 2; ++half) lse[half] = merged.weight(lse[half]);
 #pragma unroll
   for (int split = 0; split < kMergedSplits; ++split) merged.row_sum += weight(split);
-  const SoftmaxResult result = finalize(merged, is_final ? sink_of<typename D::Io>(p.out.head_sink, head) : negative_infinity());
-  if (lane % 4 == 0 && row < p.group_size) {
-    if (is_final) store_lse(p.out, own.token, head, result.lse);
-    else p.partials.lse[first_part] = lse_of(merged);
-  }
+  const SoftmaxResult result = finalize(merged, sink_of<typename D::Io>(p.out.head_sink, head));
+  if (lane % 4 == 0 && row < p.group_size) store_lse(p.out, own.token, head, result.lse);
+  auto* g_row = output_row<typename D::Io>(p.out, own.token, head, S.head_size) + 4 * (lane % 4);
 #pragma unroll 1
   for (int first = 0; first < kVectors; first += kAtOnce) {
     float4 acc[kAtOnce] = {};
@@ -398,13 +391,9 @@ __device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, con
     if (row >= p.group_size) continue;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const float4 sum{acc[j].x * result.factor, acc[j].y * result.factor, acc[j].z * result.factor, acc[j].w * result.factor};
-      if (is_final) {
-        *reinterpret_cast<uint2*>(output_row<typename D::Io>(p.out, own.token, head, S.head_size) + 16 * (first + j) + 4 * (lane % 4)) = {
-            ptx::pack_2<typename D::Io>(sum.x, sum.y), ptx::pack_2<typename D::Io>(sum.z, sum.w)};
-      } else {
-        *reinterpret_cast<float4*>(g_first + 16 * (first + j)) = sum;
-      }
+      *reinterpret_cast<uint2*>(g_row + 16 * (first + j)) = {
+          ptx::pack_2<typename D::Io>(acc[j].x * result.factor, acc[j].y * result.factor),
+          ptx::pack_2<typename D::Io>(acc[j].z * result.factor, acc[j].w * result.factor)};
     }
   }
   // Nobody reads the parts again: they need not be written to memory while the next kernel reads.
@@ -412,7 +401,7 @@ __device__ __forceinline__ void merge_splits(const DecodeHeadsSm90Params& p, con
   static_assert(S.head_size % kLineFloats == 0 && S.head_size / kLineFloats <= 4, "a lane has a line of a row or none");
   __syncwarp();  // all lanes have read the parts
   if (row >= p.group_size || lane % 4 >= S.head_size / kLineFloats) return;
-  for (int split = is_final ? 0 : 1; split < splits; ++split) {
+  for (int split = 0; split < splits; ++split) {
     ptx::discard(p.partials.acc + first_part * S.head_size + split * step + lane % 4 * kLineFloats);
   }
 }
@@ -633,12 +622,12 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
                    [&](int channel, float2 values) { *reinterpret_cast<float2*>(g_row + channel) = values; });
     }
   }
-  if (!is_final) merge_splits<S>(p, own, kv_head);
+  if (!is_final && p.finished != nullptr) merge_splits<S>(p, own, kv_head);
 }
 
 // Work `number`: first the whole splits of all tokens, then the last one of each, the longest first, in four classes. A token
 // without keys has one too, which writes its empty rows. So CTAs that start late have little to do. Each thread knows one
-// token; of more tokens than threads the order matters less, and they come one after the other.
+// token; of more tokens than threads the order matters less, and they come one after the other, as the splits of a single token do.
 template <DecodeHeadsSm90Spec S> __device__ __forceinline__ const Work& find_work(const DecodeHeadsSm90Params& p, int number) {
   using D = DecodeHeads<S>;
   constexpr int kWarps = D::kThreads / kWarpSize;
@@ -648,7 +637,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ const Work& find_wor
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   const int tokens = p.sequences.token_count;
-  const bool few = tokens <= D::kThreads;
+  const bool few = tokens > 1 && tokens <= D::kThreads;
   const int token = few ? static_cast<int>(threadIdx.x) : threadIdx.x == 0 ? number % tokens : tokens;
   Work own{};
   own.token = token;

@@ -41,8 +41,7 @@ def _pays_by_heads(problem: Problem, executor: Executor[Function]) -> bool:
         return FORCE_HEADS
     works = max(1, problem.token_count * problem.kv_num_heads // kernel.HEADS)
     size = kernel.split_size(key_span(problem, 1), works, executor.multiprocessors)
-    few_and_long = works >= kernel.GOOD_WORKS and size >= kernel.GOOD_SPLIT_KEYS
-    return not problem.split_keys and (works >= executor.multiprocessors or few_and_long)
+    return not problem.split_keys and (works >= executor.multiprocessors or size >= kernel.GOOD_SPLIT_KEYS)
 
 
 class _ByHeads:
@@ -56,7 +55,7 @@ class _ByHeads:
         self.works = p.token_count * p.kv_num_heads // kernel.HEADS  # CTAs of a split
         span = key_span(p, 1)
         size = kernel.split_size(span, max(1, self.works), executor.multiprocessors)
-        merging = Merging(counters=p.token_count * p.kv_num_heads, in_runs=True)
+        merging = Merging(counters=p.token_count * p.kv_num_heads)
         self.splits = SplitPlan(p, executor, span, size, starts_at_0=not p.has_window, merging=merging)
 
     def load(self) -> None:

@@ -22,15 +22,13 @@ class Merging(NamedTuple):
     Attributes
     ----------
     counters : int
-        Pieces of work whose splits it counts, so that the last one to finish merges up to `MERGED_SPLITS` of them.
-    in_runs : bool
-        More splits are merged in runs of `MERGED_SPLITS`, which have a counter each; else none is when there are more.
+        Pieces of work whose splits it counts, so that the last one to finish merges them, where there are
+        `MERGED_SPLITS` at most.
     in_cluster : int
         Up to so many splits of a token are CTAs of one cluster, which needs no memory to merge them.
     """
 
     counters: int = 0
-    in_runs: bool = False
     in_cluster: int = 1
 
 
@@ -90,17 +88,17 @@ class SplitPlan:
         self.size = size
         self.count = split_count(span, size, starts_at_0)
         in_cluster = self.count <= merging.in_cluster  # or a single one, which is a part of nothing
-        counted = not in_cluster and merging.counters > 0 and (merging.in_runs or self.count <= MERGED_SPLITS)
-        self._run = self.count if in_cluster else MERGED_SPLITS if counted else 1
-        self.parts = ceil_div(self.count, self._run)
-        self._finished = merging.counters * self.parts if counted else 0
+        counted = not in_cluster and self.count <= MERGED_SPLITS
+        self.parts = 1 if in_cluster or (counted and merging.counters) else self.count
+        self._finished = merging.counters if counted else 0
         self.zero_count = own_counters + self._finished
         acc_bytes, lse_bytes = (0, 0) if in_cluster else part_bytes(size)
         self._acc_at = aligned(4 * self.zero_count)
         self._lse_at = self._acc_at + aligned(acc_bytes)
         self.workspace_bytes = self._lse_at + lse_bytes
         self.executor = executor
-        self.spec = combine_splits.CombineSpec(p.io_dtype, p.v_head_size)
+        warps = combine_splits.warps(self.parts, p.token_count, p.num_heads)
+        self.spec = combine_splits.CombineSpec(p.io_dtype, p.v_head_size, warps)
         self.function: Any = None
 
     def load(self) -> None:
@@ -132,7 +130,6 @@ class SplitPlan:
             **shared.of(combine_splits.PARAMS),
             partials=partials,
             heads_per_cta=combine_splits.heads_per_cta(p.token_count, p.num_heads),
-            run=self._run,
         )
-        grid = combine_splits.grid(p.token_count, p.num_heads)
+        grid = combine_splits.grid(self.spec, p.token_count, p.num_heads)
         return [combine_splits.KERNEL.launch(self.function, self.spec, grid, packed)]

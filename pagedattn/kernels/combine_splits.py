@@ -10,9 +10,13 @@ from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.params import i32, params
 from pagedattn.jit.spec import Spec
-from pagedattn.kernels.layouts import BLOCK_TABLE, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div, round_up
+from pagedattn.kernels.layouts import BLOCK_TABLE, MERGED_SPLITS, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div, round_up
 
+# Warps of a CTA; of one that has a row to itself, one for each run of splits.
 WARPS = 4
+MANY_WARPS = 16
+# Channels of a CTA that has more.
+CHANNELS = 64
 # With so many rows, heads share a CTA.
 CTAS_WORTH_SHARING = 4096
 
@@ -23,6 +27,7 @@ class CombineSpec(Spec):
 
     io: DType
     v_head_size: int
+    warps: int
 
 
 PARAMS = params(
@@ -33,18 +38,25 @@ PARAMS = params(
     out=OUTPUT,
     partials=PARTIALS,
     heads_per_cta=i32,
-    run=i32,  # neighbouring splits that the producer has merged into one part
 )
 
 
 def threads(spec: CombineSpec) -> int:
     """Threads of a CTA."""
-    return 32 * WARPS
+    return 32 * spec.warps
 
 
 def shared_bytes(spec: CombineSpec) -> int:
     """Sums of each warp."""
-    return WARPS * 4 * (round_up(spec.v_head_size, 2) + 1)
+    return spec.warps * 4 * (round_up(spec.v_head_size, 2) + 1)
+
+
+def warps(parts: int, token_count: int, num_heads: int) -> int:
+    """Warps of a CTA for rows that may have so many parts."""
+    count = WARPS
+    while heads_per_cta(token_count, num_heads) == 1 and count < MANY_WARPS and parts > count * MERGED_SPLITS:
+        count *= 2
+    return count
 
 
 def heads_per_cta(token_count: int, num_heads: int) -> int:
@@ -52,9 +64,10 @@ def heads_per_cta(token_count: int, num_heads: int) -> int:
     return WARPS if token_count * num_heads >= CTAS_WORTH_SHARING else 1
 
 
-def grid(token_count: int, num_heads: int) -> tuple[int, int, int]:
+def grid(spec: CombineSpec, token_count: int, num_heads: int) -> tuple[int, int, int]:
     """CTAs of a launch; their heads are also a field of the Params."""
-    return token_count * ceil_div(num_heads, heads_per_cta(token_count, num_heads)), 1, 1
+    chunks = 1 if spec.warps == WARPS else ceil_div(spec.v_head_size, CHANNELS)
+    return chunks * token_count * ceil_div(num_heads, heads_per_cta(token_count, num_heads)), 1, 1
 
 
 KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes, waits_itself=True)
@@ -62,6 +75,7 @@ KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes, wa
 
 def smoke_specs() -> Iterator[CombineSpec]:
     """Specs that together reach every branch of the source."""
-    yield CombineSpec(dtypes.BFLOAT16, 128)
-    yield CombineSpec(dtypes.FLOAT16, 8)
-    yield CombineSpec(dtypes.FLOAT16, 512)
+    yield CombineSpec(dtypes.BFLOAT16, 128, WARPS)
+    yield CombineSpec(dtypes.BFLOAT16, 128, MANY_WARPS)
+    yield CombineSpec(dtypes.FLOAT16, 8, WARPS)
+    yield CombineSpec(dtypes.FLOAT16, 512, WARPS)

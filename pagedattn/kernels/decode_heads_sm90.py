@@ -33,10 +33,9 @@ WORK_BYTES = 256  # what finds the work
 RING_BYTES = 48 << 10
 MAX_HEAD_SIZE = 128  # more would not leave a thread the registers it needs
 MIN_SPLIT_KEYS = 256
-# Where one split of every token makes fewer CTAs than there are multiprocessors: with shorter splits, or fewer of such
-# CTAs, a CTA a head is better off.
+# Where one split of every token makes fewer CTAs than there are multiprocessors: with shorter splits, a CTA a head is
+# better off.
 GOOD_SPLIT_KEYS = 512
-GOOD_WORKS = 4
 MAX_SPLIT_KEYS = 2048  # lengths differ: one CTA shall not have much more to do than others
 
 
@@ -65,7 +64,7 @@ PARAMS = params(
     rules=SCORE_RULES,
     out=OUTPUT,
     partials=PARTIALS,
-    finished=ptr,  # int32 [token_count, runs of MERGED_SPLITS splits, kv_num_heads], zeros; None: no token has two
+    finished=ptr,  # int32 [token_count, kv_num_heads], zeros; None: no merge here
     group_size=i32,
     head_tiles=i32,
     query_is_new=i32,  # the kernel ahead writes it
