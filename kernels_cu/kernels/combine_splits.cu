@@ -61,9 +61,10 @@ template <CombineSpec S>
 __global__ void __launch_bounds__(S.warps * kWarpSize) combine_splits(const __grid_constant__ CombineParams p) {
   using Io = element_t<S.io>;
   constexpr int kWidth = partial_width(S.v_head_size);
-  constexpr int kCtaPairs = S.warps > kFewRuns ? kWarpSize : kWidth / 2;  // of channels
-  constexpr int kPairs = ceil_div(kCtaPairs, kWarpSize);                  // in a lane
-  constexpr int kAtOnce = kPairs > 4 ? 4 : S.warps < kManyRuns ? 8 : 16;  // splits whose parts are loaded together: they are what this kernel waits for
+  constexpr int kCtaPairs = S.warps > kFewRuns ? min_of(kWarpSize, kWidth / 2) : kWidth / 2;  // of channels
+  constexpr int kPairs = ceil_div(kCtaPairs, kWarpSize);                                      // in a lane
+  // Splits whose parts are loaded together: they are what this kernel waits for.
+  constexpr int kAtOnce = kPairs > 4 ? 4 : S.warps < kManyRuns ? 8 : 16;
   float2* s_acc = shared_memory<float2>();  // [S.warps, kCtaPairs]
   float* s_row_sum = reinterpret_cast<float*>(s_acc + S.warps * kCtaPairs);
   const int warp = threadIdx.x / kWarpSize;

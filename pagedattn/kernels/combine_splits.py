@@ -48,7 +48,8 @@ def threads(spec: CombineSpec) -> int:
 
 def shared_bytes(spec: CombineSpec) -> int:
     """Sums of each warp."""
-    return spec.warps * 4 * (round_up(spec.v_head_size, 2) + 1)
+    width = round_up(spec.v_head_size, 2)
+    return spec.warps * 4 * ((width if spec.warps == WARPS else min(width, CHANNELS)) + 1)
 
 
 def warps(parts: int, token_count: int, num_heads: int) -> int:
@@ -77,5 +78,6 @@ def smoke_specs() -> Iterator[CombineSpec]:
     """Specs that together reach every branch of the source."""
     yield CombineSpec(dtypes.BFLOAT16, 128, WARPS)
     yield CombineSpec(dtypes.BFLOAT16, 128, MANY_WARPS)
+    yield CombineSpec(dtypes.FLOAT16, 96, 2 * WARPS)
     yield CombineSpec(dtypes.FLOAT16, 8, WARPS)
     yield CombineSpec(dtypes.FLOAT16, 512, WARPS)

@@ -68,6 +68,19 @@ def test_all_heads_at_a_time(case: Case, by_heads: bool, monkeypatch: pytest.Mon
     check_backend(ON_HOPPER["decode"], case)
 
 
+@pytest.mark.parametrize("parts", [33, 70, 150])
+@pytest.mark.parametrize("head_size", [40, 96, 128, 256])
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(t, id=str(t), marks=[pytest.mark.gpu] * t.on_gpu) for t in TARGETS if t.backend == "decode"],
+)
+def test_many_parts(target: Target, head_size: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More splits of a row than four warps merge at once, beside rows with fewer of them, one and none."""
+    monkeypatch.setitem(target.options, "split_keys", 16)
+    lengths = tuple((16 * n - 3, 1) for n in (parts, 33, 32, 9, 8, 1)) + ((5, 0), (0, 1))
+    check_backend(target, Case(group_size=2, head_size=head_size, lengths=lengths, sink=True))
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("keys", [672, 336])
