@@ -662,7 +662,8 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ const Work& find_wor
     }
     if (lane == kWarpSize - 1) s_whole[warp] = place;
     place -= whole;
-    const int own_class = token >= tokens ? -1 : 3 - min_of(3, 4 * static_cast<int64_t>(rest) / p.partials.split_size);
+    const int quarter = p.partials.split_size / 4;  // multiples of 16
+    const int own_class = token >= tokens ? -1 : 3 - (rest >= quarter) - (rest >= 2 * quarter) - (rest >= 3 * quarter);
     uint64_t classes = 0;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -676,7 +677,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ const Work& find_wor
     uint64_t all = 0, before = 0;
     int all_whole = 0;
 #pragma unroll 1
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < ceil_div(tokens, kWarpSize); ++w) {  // those whose threads have a token
       if (w == warp) {
         before = all;
         place += all_whole;
@@ -685,8 +686,8 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ const Work& find_wor
       all_whole += s_whole[w];
     }
     last_place += all_whole;
-    for (int c = 0; c < own_class; ++c) last_place += static_cast<int>(all >> (16 * c) & 0xffffu);
-    last_place += static_cast<int>(before >> (16 * max_of(0, own_class)) & 0xffffu);
+    const uint64_t first_of_class = all * 0x0001'0001'0001'0000u;  // how many the classes ahead have, and 0 for the first one
+    last_place += static_cast<int>((first_of_class + before) >> (16 * max_of(0, own_class)) & 0xffffu);
   }
   const bool in_whole = number >= place && number < place + whole;
   own.split = !few ? number / tokens : in_whole ? number - place : whole;
