@@ -129,7 +129,7 @@ class SplitPlan:
         packed = combine_splits.PARAMS.pack(
             **shared.of(combine_splits.PARAMS),
             partials=partials,
-            heads_per_cta=combine_splits.heads_per_cta(p.token_count, p.num_heads),
+            heads_per_cta=combine_splits.heads_per_cta(self.parts, p.token_count, p.num_heads),
         )
-        grid = combine_splits.grid(self.spec, p.token_count, p.num_heads)
+        grid = combine_splits.grid(self.spec, self.parts, p.token_count, p.num_heads)
         return [combine_splits.KERNEL.launch(self.function, self.spec, grid, packed)]

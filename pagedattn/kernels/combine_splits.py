@@ -52,23 +52,23 @@ def shared_bytes(spec: CombineSpec) -> int:
     return spec.warps * 4 * ((width if spec.warps == WARPS else min(width, CHANNELS)) + 1)
 
 
+def heads_per_cta(parts: int, token_count: int, num_heads: int) -> int:
+    """Heads of a token that a CTA merges: one while CTAs are few and rows may have more than one run, else one for each warp."""
+    return WARPS if parts <= MERGED_SPLITS or token_count * num_heads >= CTAS_WORTH_SHARING else 1
+
+
 def warps(parts: int, token_count: int, num_heads: int) -> int:
     """Warps of a CTA for rows that may have so many parts."""
     count = WARPS
-    while heads_per_cta(token_count, num_heads) == 1 and count < MANY_WARPS and parts > count * MERGED_SPLITS:
+    while heads_per_cta(parts, token_count, num_heads) == 1 and count < MANY_WARPS and parts > count * MERGED_SPLITS:
         count *= 2
     return count
 
 
-def heads_per_cta(token_count: int, num_heads: int) -> int:
-    """Heads of a token that a CTA merges: one while CTAs are few, else one for each warp."""
-    return WARPS if token_count * num_heads >= CTAS_WORTH_SHARING else 1
-
-
-def grid(spec: CombineSpec, token_count: int, num_heads: int) -> tuple[int, int, int]:
+def grid(spec: CombineSpec, parts: int, token_count: int, num_heads: int) -> tuple[int, int, int]:
     """CTAs of a launch; their heads are also a field of the Params."""
     chunks = 1 if spec.warps == WARPS else ceil_div(spec.v_head_size, CHANNELS)
-    return chunks * token_count * ceil_div(num_heads, heads_per_cta(token_count, num_heads)), 1, 1
+    return chunks * token_count * ceil_div(num_heads, heads_per_cta(parts, token_count, num_heads)), 1, 1
 
 
 KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes, waits_itself=True)
