@@ -40,8 +40,7 @@ def _pays_by_heads(problem: Problem, executor: Executor[Function]) -> bool:
     if FORCE_HEADS is not None:
         return FORCE_HEADS
     works = max(1, problem.token_count * problem.kv_num_heads // kernel.HEADS)
-    size = kernel.split_size(key_span(problem, 1), works, executor.multiprocessors)
-    return not problem.split_keys and (works >= executor.multiprocessors or size >= kernel.GOOD_SPLIT_KEYS)
+    return not problem.split_keys and kernel.pays(key_span(problem, 1), works, executor.multiprocessors)
 
 
 class _ByHeads:
@@ -55,7 +54,8 @@ class _ByHeads:
         self.works = p.token_count * p.kv_num_heads // kernel.HEADS  # CTAs of a split
         span = key_span(p, 1)
         size = kernel.split_size(span, max(1, self.works), executor.multiprocessors)
-        merging = Merging(counters=p.token_count * p.kv_num_heads)
+        merges = (p.split_keys or size) >= kernel.MERGED_SPLIT_KEYS
+        merging = Merging(counters=p.token_count * p.kv_num_heads if merges else 0)
         self.splits = SplitPlan(p, executor, span, size, starts_at_0=not p.has_window, merging=merging)
 
     def load(self) -> None:

@@ -8,7 +8,7 @@ from pagedattn.backends.arguments import Shared
 from pagedattn.backends.prologue import aligned
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import combine_splits
-from pagedattn.kernels.layouts import MERGED_SPLITS, PARTIALS, ceil_div, partial_bytes, split_count
+from pagedattn.kernels.layouts import MERGED_SPLITS, PARTIALS, partial_bytes, split_count
 from pagedattn.problem import Problem
 
 # Parts of splits take memory in proportion to tokens and splits; many tokens fill the device without splitting.

@@ -10,7 +10,16 @@ from pagedattn.dtypes import DType
 from pagedattn.jit.kernel import Kernel
 from pagedattn.jit.params import i32, params
 from pagedattn.jit.spec import Spec
-from pagedattn.kernels.layouts import BLOCK_TABLE, MERGED_SPLITS, OUTPUT, PARTIALS, SCORE_RULES, SEQUENCE_TABLE, ceil_div, round_up
+from pagedattn.kernels.layouts import (
+    BLOCK_TABLE,
+    MERGED_SPLITS,
+    OUTPUT,
+    PARTIALS,
+    SCORE_RULES,
+    SEQUENCE_TABLE,
+    ceil_div,
+    round_up,
+)
 
 # Warps of a CTA; of one that has a row to itself, one for each run of splits.
 WARPS = 4

@@ -33,10 +33,14 @@ WORK_BYTES = 256  # what finds the work
 RING_BYTES = 48 << 10
 MAX_HEAD_SIZE = 128  # more would not leave a thread the registers it needs
 MIN_SPLIT_KEYS = 256
-# Where one split of every token makes fewer CTAs than there are multiprocessors: with shorter splits, a CTA a head is
-# better off.
+# Where one split of every token makes fewer CTAs than there are multiprocessors: with shorter splits a CTA a head is
+# better off, unless tokens are few and yet there is a CTA for nearly all multiprocessors.
 GOOD_SPLIT_KEYS = 512
+FEW_WORKS = 16
 MAX_SPLIT_KEYS = 2048  # lengths differ: one CTA shall not have much more to do than others
+# Splits of so many keys are merged by the last of a token's to finish, which takes as long as another kernel does but
+# mostly has others running beside it.
+MERGED_SPLIT_KEYS = 1024
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,13 @@ def split_size(span: int, works: int, multiprocessors: int) -> int:
     """
     wanted = max(1, CTAS * multiprocessors // works)
     return max(MIN_SPLIT_KEYS, min(round_up(ceil_div(span, wanted), SLICE), MAX_SPLIT_KEYS))
+
+
+def pays(span: int, works: int, multiprocessors: int) -> bool:
+    """Whether the kernel is faster than one with a CTA a kv head; parameters as for `split_size`."""
+    size = split_size(span, works, multiprocessors)
+    fills_device = 10 * works * ceil_div(span, size) >= 9 * multiprocessors
+    return works >= multiprocessors or size >= GOOD_SPLIT_KEYS or (works <= FEW_WORKS and fills_device)
 
 
 def smoke_specs() -> Iterator[DecodeHeadsSm90Spec]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pagedattn.backends import decode_split_kv
+from pagedattn.kernels import decode_heads_sm90
 from tests.faults.targets import gpu_count
 
 
@@ -33,5 +34,6 @@ def cupy() -> Any:
 
 @pytest.fixture(autouse=True)
 def all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes are small here: Hopper's kernel for all heads at a time would never be chosen for its speed."""
+    """Sizes are small here: Hopper's kernel for all heads at a time would never be chosen, nor would it merge splits."""
     monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", True)
+    monkeypatch.setattr(decode_heads_sm90, "MERGED_SPLIT_KEYS", 0)

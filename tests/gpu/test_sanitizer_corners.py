@@ -10,6 +10,7 @@ import pytest
 
 from pagedattn import PagedAttention
 from pagedattn.backends import flash_prefill, latent_mla
+from pagedattn.kernels import decode_heads_sm90
 from tests.faults.targets import Target
 from tests.kernels.test_matrix import ON_HOPPER, TARGETS, check_backend, needs_hopper
 from tests.support.cases import CORNER, EIGHT_HEADS, LATENT_SPLITS, SMOKE, Case
@@ -28,8 +29,9 @@ def test_corner(cupy, target: Target, case: Case) -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("case", EIGHT_HEADS, ids=str)
-def test_all_heads_at_a_time(cupy, case: Case) -> None:
+@pytest.mark.parametrize(("case", "merged_keys"), [(case, i % 2 << 20) for i, case in enumerate(EIGHT_HEADS)], ids=str)
+def test_all_heads_at_a_time(cupy, case: Case, merged_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_heads_sm90, "MERGED_SPLIT_KEYS", merged_keys)
     check_backend(ON_HOPPER["decode"], case, into_nan=True)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import pagedattn
 from pagedattn.backends import decode_split_kv, flash_prefill, latent_mla
+from pagedattn.kernels import decode_heads_sm90
 from tests.faults.targets import Target, all_targets
 from tests.support.build import Array, Built, build, outside
 from tests.support.cases import CORNER, EIGHT_HEADS, LATENT_SPLITS, SMOKE, Case, grid, latents, sizes
@@ -61,10 +62,11 @@ def test_it_is_right_without_hopper_too(
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("by_heads", [True, False])
+@pytest.mark.parametrize(("by_heads", "merged_keys"), [(True, 0), (True, 1 << 20), (False, 0)])
 @pytest.mark.parametrize("case", EIGHT_HEADS, ids=str)
-def test_all_heads_at_a_time(case: Case, by_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_heads_at_a_time(case: Case, by_heads: bool, merged_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", by_heads)
+    monkeypatch.setattr(decode_heads_sm90, "MERGED_SPLIT_KEYS", merged_keys)
     check_backend(ON_HOPPER["decode"], case)
 
 
@@ -77,7 +79,7 @@ def test_all_heads_at_a_time(case: Case, by_heads: bool, monkeypatch: pytest.Mon
 def test_many_parts(target: Target, head_size: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More splits of a row than four warps merge at once, beside rows with fewer of them, one and none."""
     monkeypatch.setitem(target.options, "split_keys", 16)
-    lengths = tuple((16 * n - 3, 1) for n in (parts, 33, 32, 9, 8, 1)) + ((5, 0), (0, 1))
+    lengths = (*((16 * n - 3, 1) for n in (parts, 33, 32, 9, 8, 1)), (5, 0), (0, 1))
     check_backend(target, Case(group_size=2, head_size=head_size, lengths=lengths, sink=True))
 
 

@@ -187,8 +187,11 @@ def test_the_kernel_for_other_arrays_is_loaded_once_when_it_is_needed_and_not_in
         (64, 512, True),  # four splits of 2048 keys
         (64, 16, False),  # splits of 256 keys
         (4, 2048, True),  # 64 splits of 512
-        (4, 1024, False),  # of 256
-        (1, 8192, False),  # too many of one token
+        (4, 512, True),  # 32 of 256
+        (4, 256, False),  # too few
+        (1, 8192, True),  # 256 of one token
+        (1, 1024, False),
+        (33, 64, False),  # too many tokens for splits of 256
         (132, 16, True),  # tokens enough
     ],
 )
