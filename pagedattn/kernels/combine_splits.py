@@ -62,7 +62,7 @@ def shared_bytes(spec: CombineSpec) -> int:
 
 
 def heads_per_cta(parts: int, token_count: int, num_heads: int) -> int:
-    """Heads of a token that a CTA merges: one while CTAs are few and rows may have more than one run, else one for each warp."""
+    """Heads of a token that a CTA merges: one while CTAs are few and rows may have several runs, else one a warp."""
     return WARPS if parts <= MERGED_SPLITS or token_count * num_heads >= CTAS_WORTH_SHARING else 1
 
 

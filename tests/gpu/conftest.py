@@ -34,6 +34,6 @@ def cupy() -> Any:
 
 @pytest.fixture(autouse=True)
 def all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes are small here: Hopper's kernel for all heads at a time would never be chosen, nor would it merge splits."""
+    """Sizes are small here: Hopper's kernel for all heads at a time would never be chosen, nor merge splits."""
     monkeypatch.setattr(decode_split_kv, "FORCE_HEADS", True)
     monkeypatch.setattr(decode_heads_sm90, "MERGED_SPLIT_KEYS", 0)
