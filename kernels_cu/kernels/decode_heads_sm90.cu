@@ -256,6 +256,16 @@ __device__ __forceinline__ void load_query(const DecodeHeadsSm90Params& p, int t
     const int part = 8 * i / D::kVector;
     if (row < p.group_size) words[i] = *reinterpret_cast<const Vector16*>(g_row + part * 4 * D::kVector + 8 * i % D::kVector);
   }
+  const float* g_scale = p.key_cache.scale + kv_head * p.key_cache.scale_head_stride;
+  const bool per_channel = F::kCodes && p.key_cache.scale_channel_stride != 0;
+  float4 scale[D::kChannels / 4];  // on their way with the row
+  if (per_channel) {
+#pragma unroll
+    for (int i = 0; i < D::kChannels / 4; ++i) {
+      const int part = 4 * i / D::kVector;
+      scale[i] = *reinterpret_cast<const float4*>(g_scale + first_channel + part * 4 * D::kVector + 4 * i % D::kVector);
+    }
+  }
   float x[D::kChannels];
 #pragma unroll
   for (int i = 0; i < D::kChannels; ++i) {
@@ -264,15 +274,11 @@ __device__ __forceinline__ void load_query(const DecodeHeadsSm90Params& p, int t
   }
   float own_factor = 1.0f;
   if constexpr (F::kCodes) {
-    const float* g_scale = p.key_cache.scale + kv_head * p.key_cache.scale_head_stride;
     float top_scale = g_scale[0];
-    if (p.key_cache.scale_channel_stride != 0) {
-      float4 scale[D::kChannels / 4];
+    if (per_channel) {
       top_scale = 0.0f;
 #pragma unroll
       for (int i = 0; i < D::kChannels / 4; ++i) {
-        const int part = 4 * i / D::kVector;
-        scale[i] = *reinterpret_cast<const float4*>(g_scale + first_channel + part * 4 * D::kVector + 4 * i % D::kVector);
         top_scale = fmaxf(fmaxf(fmaxf(top_scale, fabsf(scale[i].x)), fmaxf(fabsf(scale[i].y), fabsf(scale[i].z))), fabsf(scale[i].w));
       }
       top_scale = group_max<4>(top_scale);
