@@ -16,6 +16,7 @@
 //   Values that the token does not admit are zeros in shared memory, or not used: nothing that is masked can reach the sums.
 //   Lengths that enter the mask are read here; host bounds only size the grid. Empty splits leave at once.
 //   A row's result does not depend on which split finished last.
+#include <pagedattn/column_softmax.cuh>
 #include <pagedattn/key_fragments.cuh>
 #include <pagedattn/ptx/discard.cuh>
 #include <pagedattn/ptx/grid_dependency.cuh>
@@ -514,16 +515,18 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
       }
     }
 
+    // With 16 bits, slack takes more registers than it saves work.
+    move_references<F::kCodes>(scores, state, [&](const float (&factor)[2]) {
+      if (!F::kCodes && !__any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f)) return;
+#pragma unroll
+      for (int step = 0; step < D::kSteps; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[step][i] *= factor[i % 2];
+      }
+    });
     uint32_t weights[D::kSlices][2];
-    float old_factor[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float top = negative_infinity();
-#pragma unroll
-      for (int slice = 0; slice < D::kSlices; ++slice) top = fmaxf(top, fmaxf(scores[slice][e], scores[slice][2 + e]));
-#pragma unroll
-      for (int distance = 4; distance < kWarpSize; distance *= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, distance));
-      old_factor[e] = state[e].update_max(top);
       const float reference = state[e].reference();
 #pragma unroll
       for (int slice = 0; slice < D::kSlices; ++slice) {
@@ -540,14 +543,6 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         weights[slice][half] = ptx::transpose_8x8(ptx::pack_2<typename D::Math>(scores[slice][2 * half], scores[slice][2 * half + 1]));
-      }
-    }
-
-    if (__any_sync(kFullWarp, old_factor[0] != 1.0f || old_factor[1] != 1.0f)) {  // seldom, after the first tiles
-#pragma unroll
-      for (int step = 0; step < D::kSteps; ++step) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[step][i] *= old_factor[i % 2];
       }
     }
 

@@ -15,6 +15,7 @@
 //   Rows that no token of the tile admits are zeros in shared memory: nothing that is masked can reach the sums.
 //   Lengths that enter the mask are read here; host bounds only size the grid. Empty splits leave at once.
 //   A row's result depends neither on the other rows of its tile nor on which split finished last.
+#include <pagedattn/column_softmax.cuh>
 #include <pagedattn/key_fragments.cuh>
 #include <pagedattn/hidden_values.cuh>
 #include <pagedattn/ptx/grid_dependency.cuh>
@@ -76,6 +77,7 @@ template <DecodeSpec S> struct Decode {
   static constexpr int kKeptBytes = 64 + 4 * kRows + (F::kCodes ? 4 * Tile::kPadded : 0);
   static constexpr bool kQueryInRegisters = S.row_tiles * kSteps <= 16;
   static constexpr bool kRefillsLate = S.row_tiles > 2;  // when scores have made room for the addresses
+  static constexpr bool kWithSlack = F::kCodes || S.row_tiles > 1;
   static constexpr int kAccStride = Tile::kPadded + 4;  // floats; the eight rows of a store start in different banks
 
   static __device__ __forceinline__ KeptTile* s_kept() { return shared_memory<KeptTile>(); }
@@ -627,20 +629,16 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) decode_split_kv(c
     uint32_t p_operand[D::kNTiles][D::kBlocks][2];
 #pragma unroll
     for (int n = 0; n < D::kNTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float top = negative_infinity();
-#pragma unroll
-        for (int b = 0; b < D::kBlocks; ++b) top = fmaxf(top, fmaxf(scores[n][b][e], scores[n][b][2 + e]));
-#pragma unroll
-        for (int distance = 4; distance < kWarpSize; distance *= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, distance));
-        const float old_factor = state[n][e].update_max(top);
-        const float reference = state[n][e].reference();
+      move_references<D::kWithSlack>(scores[n], state[n], [&](const float (&factor)[2]) {
 #pragma unroll
         for (int step = 0; step < D::kSteps; ++step) {
-          acc[n][step][e] *= old_factor;
-          acc[n][step][2 + e] *= old_factor;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) acc[n][step][j] *= factor[j % 2];
         }
+      });
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float reference = state[n][e].reference();
 #pragma unroll
         for (int b = 0; b < D::kBlocks; ++b) {
 #pragma unroll
