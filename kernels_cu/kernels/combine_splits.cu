@@ -1,8 +1,8 @@
 // combine_splits.cu: merges the splits of each token and head, adds the sink once, and writes the result.
 //
-//   grid    x: token_count x chunks of heads    CTA  S.warps warps, each with a head, or together with one and a run of neighbouring
-//           splits each
-//   reads   acc and lse of the splits that hold a key
+//   grid    x: token_count x chunks of heads x chunks of channels (several where a row has more than kFewRuns runs)
+//   CTA     S.warps warps, each with a head, or together with one and a run of neighbouring splits each
+//   reads   acc and lse of the splits that hold a key; whole lines of acc are lost then
 //   writes  output, lse; nothing for a token with one split or none, which its producer has finished
 //   smem    | acc of each warp | row_sum of each warp, before it row_max |
 // Invariants
