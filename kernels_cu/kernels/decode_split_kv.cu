@@ -77,7 +77,6 @@ template <DecodeSpec S> struct Decode {
   static constexpr int kKeptBytes = 64 + 4 * kRows + (F::kCodes ? 4 * Tile::kPadded : 0);
   static constexpr bool kQueryInRegisters = S.row_tiles * kSteps <= 16;
   static constexpr bool kRefillsLate = S.row_tiles > 2;  // when scores have made room for the addresses
-  static constexpr bool kWithSlack = F::kCodes || S.row_tiles > 1;
   static constexpr int kAccStride = Tile::kPadded + 4;  // floats; the eight rows of a store start in different banks
 
   static __device__ __forceinline__ KeptTile* s_kept() { return shared_memory<KeptTile>(); }
@@ -629,7 +628,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize, S.ctas) decode_split_kv(c
     uint32_t p_operand[D::kNTiles][D::kBlocks][2];
 #pragma unroll
     for (int n = 0; n < D::kNTiles; ++n) {
-      move_references<D::kWithSlack>(scores[n], state[n], [&](const float (&factor)[2]) {
+      move_references<true>(scores[n], state[n], [&](const float (&factor)[2]) {
 #pragma unroll
         for (int step = 0; step < D::kSteps; ++step) {
 #pragma unroll
