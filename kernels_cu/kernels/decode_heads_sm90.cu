@@ -663,7 +663,7 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ const Work& find_wor
     }
     if (lane == kWarpSize - 1) s_whole[warp] = place;
     place -= whole;
-    const int quarter = p.partials.split_size / 4;  // multiples of 16
+    const int quarter = p.partials.split_size / 4;  // of a multiple of 16
     const int own_class = token >= tokens ? -1 : 3 - (rest >= quarter) - (rest >= 2 * quarter) - (rest >= 3 * quarter);
     uint64_t classes = 0;
 #pragma unroll
