@@ -10,11 +10,12 @@ import re
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pagedattn
 from pagedattn.backends import decode_split_kv, flash_prefill, latent_mla
-from pagedattn.kernels import decode_heads_sm90
+from pagedattn.kernels import combine_splits, decode_heads_sm90
 from tests.faults.targets import Target, all_targets
 from tests.support.build import Array, Built, build, outside
 from tests.support.cases import CORNER, EIGHT_HEADS, LATENT_SPLITS, SMOKE, Case, grid, latents, sizes
@@ -81,6 +82,23 @@ def test_many_parts(target: Target, head_size: int, parts: int, monkeypatch: pyt
     monkeypatch.setitem(target.options, "split_keys", 16)
     lengths = (*((16 * n - 3, 1) for n in (parts, 33, 32, 9, 8, 1)), (5, 0), (0, 1))
     check_backend(target, Case(group_size=2, head_size=head_size, lengths=lengths, sink=True))
+
+
+@pytest.mark.skipif("decode" not in EMULATED, reason="needs g++ and the CUDA headers")
+@pytest.mark.parametrize("head_size", [40, 96])
+def test_who_merges_makes_no_difference(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight or sixteen warps with a run each and 64 channels, or one with a whole row: the bits are the same."""
+    monkeypatch.setitem(EMULATED["decode"].options, "split_keys", 16)
+    built = build(Case(group_size=2, head_size=head_size, lengths=((16 * 60 - 3, 1), (16 * 20, 1)), sink=True))
+    table, results = built["block_table"], []
+    for width, shared_from in ((64, 4096), (150, 4096), (151, 1)):  # a block is a split
+        monkeypatch.setattr(combine_splits, "CTAS_WORTH_SHARING", shared_from)
+        wide = np.full((2, width), -1, np.int32)
+        wide[:, : table.shape[1]] = table
+        built.parents["block_table"] = wide, ...
+        result, _ = EMULATED["decode"].run_built(built)
+        results.append([np.asarray(x).tobytes() for x in (result.output, result.lse)])
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.gpu
