@@ -29,6 +29,7 @@ from pagedattn.validate import coerce_split_keys, validate
 from pagedattn.warmup import record, warm_up
 
 Lines = list[tuple[str, str]]
+INT32_MAX = 2**31 - 1  # lengths are int32
 PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers", "onnx", "platformdirs", "nvidia-ml-py")
 
 
@@ -238,11 +239,14 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 def explain(given: argparse.Namespace) -> tuple[Problem, pagedattn.Choice]:
     """The problem that flags describe, checked like a call, and the choice for it."""
     for flag, least in (("batch", 1), ("query_len", 1), ("block_size", 1), ("context", given.query_len)):
-        if getattr(given, flag) < least:
-            name, why = flag.replace("_", "-"), ", the new tokens included" if flag == "context" else ""
-            raise pagedattn.InvalidArgumentError(
-                f"--{name}: expected a value >= {least}{why}, got {getattr(given, flag)}."
-            )
+        value, name = getattr(given, flag), flag.replace("_", "-")
+        why = ", the new tokens included" if flag == "context" else ""
+        if not least <= value <= INT32_MAX:
+            want = f">= {least}{why}" if value < least else f"<= {INT32_MAX}"
+            raise pagedattn.InvalidArgumentError(f"--{name}: expected a value {want}, got {value}.")
+    if given.batch * given.query_len > INT32_MAX:
+        got = f"{given.batch} sequences with {given.query_len} each"
+        raise pagedattn.InvalidArgumentError(f"--batch: expected at most {INT32_MAX} new tokens in all, got {got}.")
     arch = 0 if given.arch == "cpu" else _arch_number(given.arch)
     latent = given.layout == "LATENT"
     kv_heads = given.kv_num_heads or (1 if latent else given.num_heads)

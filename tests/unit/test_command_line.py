@@ -313,6 +313,11 @@ def test_explain_takes_every_feature(run, flags, shown):
         (["--kv-num-heads", "3"], "num_heads: expected a multiple of kv_num_heads = 3, got 8.\n"),
         (["--block-size", "24"], "block_size (dimension 1) to be a power of two >= 16, got 24"),
         (["--batch", "0"], "--batch: expected a value >= 1, got 0."),
+        (["--batch", "3000000000"], "--batch: expected a value <= 2147483647, got 3000000000."),
+        (
+            ["--batch", "65536", "--query-len", "65536", "--context", "65536"],
+            "--batch: expected at most 2147483647 new tokens in all, got 65536 sequences with 65536 each.",
+        ),
         (["--query-len", "-1"], "--query-len: expected a value >= 1, got -1."),
         (["--block-size", "0"], "--block-size: expected a value >= 1, got 0."),
         (
