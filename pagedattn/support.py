@@ -145,7 +145,7 @@ DECODE = Row(
     _FUSED_SEPARATE,
     limits=narrow_heads,
     prefers=decode_shaped,
-    prefers_text="batches of about one new token a sequence",
+    prefers_text="batches of few new tokens a sequence: up to four on average, up to eight if bounds say so",
 )
 
 
