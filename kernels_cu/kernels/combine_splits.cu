@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(S.warps * kWarpSize) combine_splits(const __gr
   const int token = static_cast<int>(blockIdx.x / kChunks / chunks);
   const int head = static_cast<int>(blockIdx.x / kChunks % chunks) * p.heads_per_cta + (alone ? warp : 0);
 
+  ptx::let_next_kernel_start();
   const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
   const bool exists = head < p.out.num_heads && sequence.is_active();
   const int splits = exists ? plan_splits(p.partials, keys_of_plan(p, sequence, token, head)).count : 0;

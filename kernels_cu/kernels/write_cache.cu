@@ -134,22 +134,49 @@ __device__ __forceinline__ void store_row(element_t<S.io>* g_row, const float (&
   }
 }
 
-template <WriteCacheSpec S>
-__device__ __forceinline__ void store_in_cache(const KvCache& cache, const Slot& slot, int head,
-                                               const float (&x)[8 * RowShape<S>::kSteps], int lane) {
-  element_t<S.cache>* g_row = static_cast<element_t<S.cache>*>(const_cast<void*>(cache.data)) + slot.block * cache.block_stride +
-                              slot.offset * cache.token_stride + head * cache.head_stride;
-  if constexpr (!is_quantized(S.cache)) {
-    store_row<S>(g_row, x, lane);
-  } else {
+// Scales of a row of codes; nothing where the cache has none. Lanes beyond the row read its last ones.
+template <WriteCacheSpec S> struct Scales {
+  Divisors of_step[is_quantized(S.cache) ? RowShape<S>::kSteps : 1];
+
+  __device__ __forceinline__ void load(const KvCache& cache, int head, int lane) {
+    if constexpr (is_quantized(S.cache)) {
 #pragma unroll
-    for (int step = 0; step < RowShape<S>::kSteps; ++step) {
-      const int channel = RowShape<S>::channel(lane, step);
-      if (channel >= S.head_size) continue;
+      for (int step = 0; step < RowShape<S>::kSteps; ++step) {
+        const int channel = min_of(RowShape<S>::channel(lane, step), S.head_size - 8);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) of_step[step].scale[i] = scale_of<S.cache>(cache, head, channel + i);
+      }
+    }
+  }
+};
+
+// Stores a row at the token's slot, if it has one. Codes are ready before that is asked for.
+template <WriteCacheSpec S>
+__device__ __forceinline__ void store_in_cache(const KvCache& cache, Scales<S>& scales, const Slot& slot, int head,
+                                               const float (&x)[8 * RowShape<S>::kSteps], int lane) {
+  constexpr int kSteps = RowShape<S>::kSteps;
+  const auto row = [&] {
+    return static_cast<element_t<S.cache>*>(const_cast<void*>(cache.data)) + slot.block * cache.block_stride +
+           slot.offset * cache.token_stride + head * cache.head_stride;
+  };
+  if constexpr (!is_quantized(S.cache)) {
+    if (slot.block != kUnmapped) store_row<S>(row(), x, lane);
+  } else {
+    Codes8<S.cache> codes[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      scales.of_step[step].prepare();
       float values[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[i] = x[8 * step + i];
-      store_codes_8<S.cache>(g_row, channel, values, [&](int i) { return scale_of<S.cache>(cache, head, channel + i); });
+      codes[step].encode(values, scales.of_step[step]);
+    }
+    if (slot.block == kUnmapped) return;
+    auto* g_row = row();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int channel = RowShape<S>::channel(lane, step);
+      if (channel < S.head_size) codes[step].store(g_row, channel);
     }
   }
 }
@@ -222,6 +249,9 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
   using Shape = RowShape<S>;
   using Io = element_t<S.io>;
 
+  // Before anything else, so that the kernel ahead may be anyone's; and the next one, which reads lengths and block tables while this one
+  // still runs, starts when all that was ahead of the call has ended.
+  ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < p.zero_count; i += gridDim.x * static_cast<int64_t>(kThreads)) {
     p.zeros[i] = 0;
@@ -244,13 +274,18 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
   const Io* g_key = static_cast<const Io*>(p.key) + token * p.key_stride;
   const Io* g_value = static_cast<const Io*>(p.value) + token * p.value_stride;
   const auto head_of = [&](int row) { return row < query_rows ? row : row < key_rows ? row - query_rows : row - key_rows; };
-  const auto load = [&](Words<S>& words, int row) {
+  Words<S> next;
+  const auto load = [&](int row) {
     const Io* g_source = row < query_rows ? g_query : row < key_rows ? g_key : g_value;
-    words.load(g_source + static_cast<int64_t>(head_of(row)) * S.head_size, lane, row < rows);
+    next.load(g_source + static_cast<int64_t>(head_of(row)) * S.head_size, lane, row < rows);
+  };
+  Scales<S> scales;
+  const auto load_scales = [&](int row) {
+    if (row >= query_rows && row < rows) scales.load(row < key_rows ? p.key_cache : p.value_cache, head_of(row), lane);
   };
   // A warp waits for memory, so its first rows are on their way while the slot is looked up, and the next ones while some are worked on.
-  Words<S> next;
-  load(next, first_row);
+  load(first_row);
+  load_scales(first_row);
 
   const Sequence sequence = sequence_of_token(p.sequences, token, capacity_of(p.blocks));
   if (!sequence.is_active()) return;
@@ -268,7 +303,7 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
     const int head = head_of(row);
     float x[8 * Shape::kSteps];
     next.unpack(x);
-    load(next, row + step);
+    load(row + step);
 
     // Value rows go through the motions of norm and rotation, whose shuffles need the whole warp, and keep their own x.
     if (p.q_norm_weight != nullptr || p.rotary.cos_cache != nullptr) {
@@ -283,11 +318,11 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
       }
     }
 
-    if (!exists) continue;
-    if (is_query) {
+    if (exists && is_query) {
       store_row<S>(static_cast<Io*>(p.query_out) + (static_cast<int64_t>(token) * p.num_heads + head) * S.head_size, x, lane);
-    } else if (slot.block != kUnmapped) {
-      store_in_cache<S>(is_key ? p.key_cache : p.value_cache, slot, head, x, lane);
+    } else if (exists) {
+      store_in_cache<S>(is_key ? p.key_cache : p.value_cache, scales, slot, head, x, lane);
     }
+    load_scales(row + step);
   }
 }

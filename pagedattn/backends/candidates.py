@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pagedattn.backends.arguments import Shared, Tensors
-from pagedattn.backends.prologue import Prologue, Rows, aligned
+from pagedattn.backends.prologue import Prologue, Rows, Start, aligned
 from pagedattn.backends.splits import SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.problem import Problem
@@ -13,6 +13,10 @@ from pagedattn.problem import Problem
 
 class Candidate(Protocol):
     """A kernel that attends, with what it needs around it."""
+
+    @property
+    def prologue_start(self) -> Start:
+        """When the prologue starts ahead of it."""
 
     @property
     def splits(self) -> SplitPlan | None:
@@ -65,4 +69,4 @@ class CandidatePlan:
         chosen = self.better if self.better and fits else self.general
         self._load(chosen)
         attention = chosen.launches(query, tensors, shared, at)
-        return [self.prologue.launch(tensors, shared, workspace, at), *attention]
+        return [self.prologue.launch(tensors, shared, workspace, at, chosen.prologue_start), *attention]

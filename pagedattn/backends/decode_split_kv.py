@@ -6,7 +6,7 @@ from typing import Any
 
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.candidates import CandidatePlan
-from pagedattn.backends.prologue import Rows
+from pagedattn.backends.prologue import Rows, Start
 from pagedattn.backends.splits import Merging, SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import decode_heads_sm90, decode_split_kv
@@ -45,6 +45,8 @@ def _pays_by_heads(problem: Problem, executor: Executor[Function]) -> bool:
 
 class _ByHeads:
     """`decode_heads_sm90`: all kv heads at a time, from caches whose tokens are one run of bytes."""
+
+    prologue_start = Start.SPREAD
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem
@@ -85,6 +87,8 @@ class _ByHeads:
 
 class _General:
     """`decode_split_kv`, which runs everywhere and on everything."""
+
+    prologue_start = Start.SPREAD
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.candidates import CandidatePlan
-from pagedattn.backends.prologue import Rows
+from pagedattn.backends.prologue import Rows, Start
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.kernels import flash_prefill_sm80, flash_prefill_sm90
 from pagedattn.problem import Problem
@@ -30,6 +30,7 @@ class _Hopper:
     """`flash_prefill_sm90`."""
 
     splits = None
+    prologue_start = Start.EARLY
 
     def __init__(self, problem: Problem, executor: Executor[Function]) -> None:
         self.kernel = flash_prefill_sm90.Sm90Kernel(problem, executor)
@@ -49,6 +50,7 @@ class _General:
     """`flash_prefill_sm80`, which runs everywhere and on everything."""
 
     splits = None
+    prologue_start = Start.EARLY
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagedattn.backends.arguments import Shared, Tensors
 from pagedattn.backends.candidates import CandidatePlan
-from pagedattn.backends.prologue import Rows
+from pagedattn.backends.prologue import Rows, Start
 from pagedattn.backends.splits import NO_MERGING, Merging, SplitPlan
 from pagedattn.jit.launch import Executor, Function, Launch
 from pagedattn.jit.tensor_map import why_not_rows
@@ -53,6 +53,8 @@ def _splits_for(
 class _FewRows:
     """`latent_rows_sm90`: for sequences with few query rows, and for caches of codes whatever the rows."""
 
+    prologue_start = Start.LATE  # else it takes multiprocessors that this kernel's CTAs want as a whole
+
     @staticmethod
     def is_for(problem: Problem) -> bool:
         p = problem
@@ -84,6 +86,8 @@ class _FewRows:
 
 class _ManyRows:
     """`latent_decode_sm90`: 64 query rows at a time, from a cache of their type."""
+
+    prologue_start = Start.EARLY
 
     @staticmethod
     def is_for(problem: Problem) -> bool:
@@ -120,6 +124,8 @@ _HOPPER: tuple[type[_FewRows] | type[_ManyRows], ...] = (_FewRows, _ManyRows)
 
 class _General:
     """`latent_decode`, which runs everywhere and on everything."""
+
+    prologue_start = Start.EARLY
 
     def __init__(self, problem: Problem, executor: Executor[Any]) -> None:
         p = self.problem = problem

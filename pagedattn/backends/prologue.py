@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import NamedTuple
 
 from pagedattn.backends import arguments
@@ -23,6 +24,23 @@ class Rows(NamedTuple):
     stride: int
 
 
+class Start(Enum):
+    """When the prologue starts; what is best depends on the attention that follows.
+
+    LATE
+        When what is ahead of the call has ended.
+    EARLY
+        Its CTAs may be there already, and wait.
+    SPREAD
+        Likewise, two on a multiprocessor at most: else the few that are done first have all of them, and attention
+        finds those taken.
+    """
+
+    LATE = auto()
+    EARLY = auto()
+    SPREAD = auto()
+
+
 class Prologue:
     """The `write_cache` kernel for one problem.
 
@@ -34,6 +52,7 @@ class Prologue:
 
     def __init__(self, problem: Problem, executor: Executor[Function], zero_count: int = 0) -> None:
         p = self.problem = problem
+        self.executor = executor
         self.zero_count = zero_count
         self.spec = write_cache.WriteCacheSpec(io=p.io_dtype, cache=p.cache_dtype, head_size=p.head_size)
         self.function = executor.load(write_cache.KERNEL, self.spec)
@@ -49,7 +68,9 @@ class Prologue:
         query = tensors["query"]
         return Rows(query.pointer, query.strides[0])
 
-    def launch(self, tensors: Tensors, shared: Shared, workspace: int, zeros: int | None = None) -> Launch:
+    def launch(
+        self, tensors: Tensors, shared: Shared, workspace: int, zeros: int | None = None, start: Start = Start.LATE
+    ) -> Launch:
         """Its launch; ``zeros`` is the address of ``zero_count`` int32 that are set to 0 on the way."""
         p = self.problem
         query = tensors["query"]
@@ -89,4 +110,7 @@ class Prologue:
             qk_norm_epsilon=p.qk_norm_epsilon,
         )
         grid = write_cache.grid(self.spec, p.token_count, self.row_chunks)
-        return write_cache.KERNEL.launch(self.function, self.spec, grid, packed)
+        launch = write_cache.KERNEL.launch(self.function, self.spec, grid, packed)
+        if start is Start.SPREAD and grid[0] <= 2 * self.executor.multiprocessors:
+            launch = launch._replace(shared_bytes=max(launch.shared_bytes, self.executor.max_shared_bytes // 3))
+        return launch._replace(starts_early=start is not Start.LATE)

@@ -125,16 +125,18 @@ class Api:
         """Multiprocessors of a device."""
         return int(self._runtime.deviceGetAttribute(_MULTIPROCESSOR_COUNT, device_id))
 
-    def load(self, cubin: bytes, entry: str) -> tuple[Any, int]:
-        """Load a cubin on the current device; return the module, which owns the code, and the function's handle."""
+    def load(self, cubin: bytes, entry: str, shared_bytes: int) -> tuple[Any, int]:
+        """Load a cubin on the current device; return the module, which owns the code, and the function's handle.
+
+        Launches may have up to ``shared_bytes`` of dynamic shared memory.
+        """
         self._runtime.free(0)  # makes sure that the device has a context, if nothing has run on it yet
         module = self._module()
         module.load(cubin)
-        return module, int(module.get_function(entry).ptr)
-
-    def allow_shared_bytes(self, function: int, size: int) -> None:
-        """Raise the limit of a function's dynamic shared memory."""
-        self._driver.funcSetAttribute(function, self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
+        function = int(module.get_function(entry).ptr)
+        limit = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._driver.funcSetAttribute(function, limit, shared_bytes)
+        return module, function
 
 
 @functools.cache

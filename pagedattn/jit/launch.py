@@ -25,7 +25,6 @@ Function = TypeVar("Function", covariant=True)
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_PARAMS_BYTES = 4096
-_DEFAULT_SHARED_BYTES = 48 * 1024  # more has to be asked for, once a function
 
 
 class Launch(NamedTuple):
@@ -42,6 +41,9 @@ class Launch(NamedTuple):
         Bytes of dynamic shared memory: ``kernel.shared_bytes(spec)``.
     params : bytes
         What ``kernel.params.pack(...)`` returned.
+    starts_early : bool
+        Where the device can, it may start before what is ahead of the call has ended, whoever's that is: its kernel
+        waits before it reads or writes anything, and before it lets the next one start.
     """
 
     function: Any
@@ -49,6 +51,7 @@ class Launch(NamedTuple):
     block: int
     shared_bytes: int
     params: bytes
+    starts_early: bool = False
 
     @property
     def stem(self) -> str:
@@ -117,7 +120,7 @@ class Recorder:
 class CudaFunction:
     """A kernel loaded on one device: a ``CUfunction``, and the module that must outlive it.
 
-    ``overlaps`` says that it may start before the kernel ahead of it has ended.
+    ``overlaps`` says that it may start before the kernel ahead of it in a call has ended.
     """
 
     name: str
@@ -186,9 +189,7 @@ class CudaExecutor:
                 f"and device {self.device_id} has {self.max_shared_bytes}"
             )
         with self._api.device(self.device_id):
-            module, pointer = self._api.load(cubin, entry)
-            if shared_bytes > _DEFAULT_SHARED_BYTES:
-                self._api.allow_shared_bytes(pointer, shared_bytes)
+            module, pointer = self._api.load(cubin, entry, self.max_shared_bytes)
         return CudaFunction(kernel.expression(spec), pointer, module, kernel.waits_itself and self._can_overlap)
 
     def compile_many(self, items: Iterable[Compilation]) -> None:
@@ -199,12 +200,13 @@ class CudaExecutor:
 
     def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
         """Check launches and lay them out for the driver; see :meth:`Executor.prepare`."""
-        # The modules are kept with what runs their code. What lies ahead of the first launch is not ours, so that one
-        # starts when all of it has ended: kernels read lengths and block tables before they wait.
-        ready = [
-            (_ready(launch, stream, launch.function.overlaps and place > 0), launch.function)
-            for place, launch in enumerate(launch for launch in launches if 0 not in launch.grid)
-        ]
+        # The modules are kept with what runs their code. What lies ahead of the first launch is not ours, so all of it
+        # has to end before anything is read: most kernels read lengths and block tables before they wait.
+        ready: list[tuple[driver.ReadyLaunch, CudaFunction]] = []
+        for launch in launches:
+            if 0 not in launch.grid:
+                overlaps = launch.function.overlaps and (launch.starts_early or bool(ready))
+                ready.append((_ready(launch, stream, overlaps), launch.function))
 
         def issue() -> None:
             for launch, _ in ready:
@@ -223,7 +225,7 @@ class CudaExecutor:
 
 
 def _ready(launch: Launch, stream: int, overlaps: bool) -> driver.ReadyLaunch:
-    function, grid, block, shared_bytes, params = launch
+    function, grid, block, shared_bytes, params, _ = launch
     if not all(0 < extent <= most for extent, most in zip(grid, MAX_GRID, strict=True)):
         raise UnsupportedError(
             f"{function.name}: the grid {grid} is beyond the limits {MAX_GRID}; split the call into smaller ones"

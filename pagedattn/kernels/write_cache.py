@@ -82,7 +82,7 @@ def grid(spec: WriteCacheSpec, token_count: int, row_chunks: int) -> tuple[int, 
     return ceil_div(token_count * row_chunks, WARPS), 1, 1
 
 
-KERNEL = Kernel("write_cache", WriteCacheSpec, PARAMS, threads, shared_bytes)
+KERNEL = Kernel("write_cache", WriteCacheSpec, PARAMS, threads, shared_bytes, waits_itself=True)
 
 
 def smoke_specs() -> Iterator[WriteCacheSpec]:

@@ -141,7 +141,7 @@ class EmulatorExecutor:
 
         def issue() -> None:
             for launch in launches:
-                self.launch(*launch)
+                self.launch(launch.function, launch.grid, launch.block, launch.shared_bytes, launch.params)
 
         return issue
 

@@ -60,6 +60,79 @@ def test_steps_without_a_pause(cupy, plain, model, graphed):
     assert run() == overlapped
 
 
+SPIN = r"""extern "C" __global__ void spin(long long cycles) {
+  const long long start = clock64();
+  while (clock64() - start < cycles) {}
+}"""
+
+
+class Ahead:
+    """Ways to write arrays ahead of a call, after a while in which the call could start too early."""
+
+    def __init__(self, cupy):
+        self.cupy, self._spin, self._other = cupy, cupy.RawKernel(SPIN, "spin"), cupy.cuda.Stream(non_blocking=True)
+
+    def spin(self):
+        self._spin((1,), (1,), (np.int64(200_000),))
+
+    def kernel(self, pairs):
+        self.spin()
+        for target, source in pairs:
+            target[...] = source
+
+    def copy(self, pairs):
+        self.spin()
+        for target, source in pairs:
+            target.data.copy_from_device_async(source.data, source.nbytes)
+
+    def fill(self, pairs):
+        self.kernel(pairs)
+        for target, source in pairs:
+            target.data.memset_async(0, target.nbytes)
+            target.data.copy_from_device_async(source.data, source.nbytes // 2)
+        self.spin()
+        for target, source in pairs:
+            half = source.nbytes // 2
+            (target.data + half).copy_from_device_async(source.data + half, source.nbytes - half)
+
+    def other_stream(self, pairs, own=()):
+        current = self.cupy.cuda.get_current_stream()
+        self._other.wait_event(current.record())
+        with self._other:
+            self.kernel(pairs)
+        if own:
+            self.kernel(own)
+        current.wait_event(self._other.record())
+
+    def both_streams(self, pairs):
+        self.other_stream(pairs[:1], pairs[1:])
+
+
+@pytest.mark.parametrize("way", ["kernel", "copy", "fill", "other_stream", "both_streams"])
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("model", [Model(), *MODELS[3:4], *MODELS[6:]], ids=str)
+def test_what_is_ahead_of_a_call_has_ended_whatever_it_is(cupy, model, graphed, way):
+    decoder = Decoder(cupy, model)
+    decoder.prepare([300] * model.batch_size, 0)
+    names = ("query", "past_seqlens", "block_table", "key")
+    fresh = {name: decoder.arrays[name].copy() for name in names}
+    want, caches = host(decoder.step()), [x.tobytes() for x in decoder.caches()]
+
+    write = getattr(Ahead(cupy), way)
+    pairs = [(decoder.arrays[name].view(np.uint8), fresh[name].view(np.uint8)) for name in names]
+
+    def step():
+        write(pairs)
+        return decoder.step()
+
+    replay = GraphedStep(step) if graphed else step
+    for _ in range(5):
+        for name in names:  # of another call, as it may have been
+            decoder.arrays[name].view(np.uint8)[...] = 0
+        assert host(replay()) == want
+    assert [x.tobytes() for x in decoder.caches()] == caches
+
+
 def test_a_call_may_be_the_first_thing_that_a_thread_asks_of_the_device(cupy):
     decoder = Decoder(cupy, Model())
     decoder.prepare([3, 40, 150], 0)

@@ -56,12 +56,10 @@ class FakeApi(cuda.Api):
     def multiprocessors(self, device_id):
         return 132
 
-    def load(self, cubin, entry):
+    def load(self, cubin, entry, shared_bytes):
         self.calls.append(("load", self.current, entry))
+        self.allowed = shared_bytes
         return object(), len(self.calls)
-
-    def allow_shared_bytes(self, function, size):
-        self.calls.append(("allow", self.current, size))
 
     def function(self, name):
         return getattr(self, name)
@@ -169,11 +167,11 @@ def test_the_device_of_the_executor_is_used_and_the_caller_s_restored(api):
         assert api.current == 0
 
 
-def test_shared_memory_is_asked_for_once_a_device_and_only_above_the_default(api):
+def test_launches_may_have_all_shared_memory_of_the_device_and_kernels_not_more(api):
     executor = CudaExecutor(1, FakeCompiler())
-    for width in (48, 49, 49, 227):
+    for width in (1, 227):
         executor.load(HUGE, TinySpec(dtypes.FLOAT16, width, False))
-    assert [call for call in api.calls if call[0] == "allow"] == [("allow", 1, 49 * 1024), ("allow", 1, 227 * 1024)]
+        assert api.allowed == 227 << 10
     with pytest.raises(
         UnsupportedError, match=r"tiny<TinySpec.*needs 233472 bytes of shared memory.*device 1 has 232448"
     ):
@@ -263,7 +261,7 @@ def test_a_grid_is_checked_before_anything_is_issued(api):
 
 
 @pytest.mark.parametrize(
-    ("device", "version", "kernel", "overlaps"),
+    ("device", "version", "kernel", "can"),
     [
         (0, 12030, WAITING, True),
         (0, 13000, WAITING, True),
@@ -272,15 +270,17 @@ def test_a_grid_is_checked_before_anything_is_issued(api):
         (0, 13000, KERNEL, False),
     ],
 )
+@pytest.mark.parametrize("starts_early", [False, True])
 def test_a_kernel_that_waits_itself_may_start_early_where_the_device_and_the_driver_can(
-    api, device, version, kernel, overlaps
+    api, device, version, kernel, can, starts_early
 ):
     api.version = version
     executor = CudaExecutor(device, FakeCompiler())
     launch = Launch(executor.load(kernel, SPEC), (1, 1, 1), 32, 0, packed())
-    executor.prepare([launch, launch._replace(grid=(0, 1, 1)), launch], 0)()
-    # What is ahead of the first one is not ours, and may be what writes the lengths that kernels read before they wait.
-    assert api.attributes == [[], [(6, 1)] if overlaps else []]
+    first = launch._replace(starts_early=starts_early)
+    executor.prepare([first, launch._replace(grid=(0, 1, 1)), launch], 0)()
+    # What is ahead of the first one is not ours, and may write the lengths that kernels read before they wait.
+    assert api.attributes == [[(6, 1)] if can and early else [] for early in (starts_early, True)]
 
 
 @pytest.mark.parametrize(

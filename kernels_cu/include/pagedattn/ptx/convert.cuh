@@ -70,6 +70,29 @@ template <uint32_t kMask, uint32_t kBits> __device__ __forceinline__ uint32_t ma
 #endif
 }
 
+// Four numbers to float8 e4m3fn codes, to the nearest, ties to even; saturating at +-448, infinities as well, and of a NaN a NaN.
+__device__ __forceinline__ uint32_t f8e4m3_4(const float (&x)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t codes;
+  asm("{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; mov.b32 %0, {a, b}; }"
+      : "=r"(codes) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+  return codes;
+#else
+  uint32_t codes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float magnitude = fminf(fabsf(x[i]), 448.0f);  // not of a NaN
+    const uint32_t bits = __float_as_uint(magnitude);
+    // Below 2^-6 codes are multiples of 2^-9; a full count carries into the first exponent. Else 20 of 23 mantissa bits go.
+    uint32_t code = magnitude < 0x1p-6f ? static_cast<uint32_t>(rintf(magnitude * 512.0f))
+                                        : ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - ((127u - 7u) << 3);
+    if (x[i] != x[i]) code = 0x7f;
+    codes |= (code | (__float_as_uint(x[i]) >> 24 & 0x80u)) << (8 * i);
+  }
+  return codes;
+#endif
+}
+
 // Two float8 e4m3fn codes in the low 16 bits to two float16; exact, and NaN stays NaN.
 __device__ __forceinline__ uint32_t f8e4m3_to_half_2(uint32_t codes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
