@@ -591,10 +591,12 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
   const int split = own.split;
   const int splits = own.plan.count;
   const bool is_final = splits == 1;
-  const auto value_scale = [&](int step, int half) {
-    if constexpr (!F::kCodes) return 1.0f;
-    return scale_of<S.cache>(p.value_cache, kv_head, F::value_channel(step, half));
-  };
+  float value_scale[D::kSteps][2];  // on their way while sums are put together
+#pragma unroll
+  for (int step = 0; step < D::kSteps; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) value_scale[step][half] = scale_of<S.cache>(p.value_cache, kv_head, F::value_channel(step, half));
+  }
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     state[e].row_sum += __shfl_xor_sync(kFullWarp, state[e].row_sum, 4);
@@ -604,8 +606,8 @@ template <DecodeHeadsSm90Spec S> __device__ __forceinline__ void attend(const De
     const SoftmaxResult result = finalize(state[e], is_final ? sink_of<typename D::Io>(p.out.head_sink, head) : negative_infinity());
 #pragma unroll
     for (int step = 0; step < D::kSteps; ++step) {
-      acc[step][e] *= result.factor * value_scale(step, 0);
-      acc[step][2 + e] *= result.factor * value_scale(step, 1);
+      acc[step][e] *= result.factor * value_scale[step][0];
+      acc[step][2 + e] *= result.factor * value_scale[step][1];
     }
     if (D::row(e) >= p.group_size) continue;
     const int64_t part = partial_row(p.partials, token, split, p.out.num_heads, head);

@@ -84,9 +84,6 @@ template <FlashSpec S> struct Flash {
   }
 };
 
-// A reference that is at most this far (in powers of two) below the maximum is kept: weights stay below 2^8, and acc is not scaled.
-constexpr float kSlack = 8.0f;
-
 // Moves the references of rows whose scores have outgrown them, and scales what was summed up before. `unit` takes scores to base 2.
 template <FlashSpec S>
 __device__ __forceinline__ void move_references(const typename Flash<S>::Scores& scores, float unit, typename Flash<S>::States& state,

@@ -85,9 +85,6 @@ template <LatentSpec S> struct Teams {
   static __device__ __forceinline__ TeamFacts& facts() { return *reinterpret_cast<TeamFacts*>(&news(0) + S.stages); }
 };
 
-// A reference that is at most this far (in powers of two) below the maximum is kept: weights stay below 2^8, and acc is not scaled.
-constexpr float kSlack = 8.0f;
-
 // The score team's part: leaves probabilities of each tile, and at last the sums of each range of keys and the references.
 template <LatentSpec S>
 __device__ __forceinline__ void weigh_keys(const LatentParams& p, float factor) {

@@ -88,23 +88,22 @@ class SplitPlan:
         self.size = size
         self.count = split_count(span, size, starts_at_0)
         in_cluster = self.count <= merging.in_cluster  # or a single one, which is a part of nothing
-        counted = not in_cluster and self.count <= MERGED_SPLITS
-        self.parts = 1 if in_cluster or (counted and merging.counters) else self.count
-        self._finished = merging.counters if counted else 0
+        merges = not in_cluster and merging.counters > 0 and self.count <= MERGED_SPLITS
+        self.parts = 1 if in_cluster or merges else self.count
+        self._finished = merging.counters if merges else 0
         self.zero_count = own_counters + self._finished
         acc_bytes, lse_bytes = (0, 0) if in_cluster else part_bytes(size)
         self._acc_at = aligned(4 * self.zero_count)
         self._lse_at = self._acc_at + aligned(acc_bytes)
         self.workspace_bytes = self._lse_at + lse_bytes
         self.executor = executor
-        warps = combine_splits.warps(self.parts, p.token_count, p.num_heads)
-        self.spec = combine_splits.CombineSpec(p.io_dtype, p.v_head_size, warps)
+        self.merge = combine_splits.plan(p.io_dtype, p.v_head_size, self.parts, p.token_count, p.num_heads)
         self.function: Any = None
 
     def load(self) -> None:
         """Load `combine_splits`, if something may be left for it."""
         if self.parts > 1:
-            self.function = self.executor.load(combine_splits.KERNEL, self.spec)
+            self.function = self.executor.load(combine_splits.KERNEL, self.merge.spec)
 
     def partials(self, workspace: int) -> bytes:
         """Where the parts are, for the kernel that makes them and the one that merges them."""
@@ -125,11 +124,6 @@ class SplitPlan:
         """The launch that merges the parts of every token that has several, if any may; the others are finished."""
         if self.parts == 1:
             return []
-        p = self.problem
-        packed = combine_splits.PARAMS.pack(
-            **shared.of(combine_splits.PARAMS),
-            partials=partials,
-            heads_per_cta=combine_splits.heads_per_cta(self.parts, p.token_count, p.num_heads),
-        )
-        grid = combine_splits.grid(self.spec, self.parts, p.token_count, p.num_heads)
-        return [combine_splits.KERNEL.launch(self.function, self.spec, grid, packed)]
+        kernel, merge = combine_splits, self.merge
+        packed = kernel.PARAMS.pack(**shared.of(kernel.PARAMS), partials=partials, heads_per_cta=merge.heads_per_cta)
+        return [kernel.KERNEL.launch(self.function, merge.spec, (merge.ctas, 1, 1), packed)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagedattn import dtypes
 from pagedattn.dtypes import DType
@@ -21,10 +22,10 @@ from pagedattn.kernels.layouts import (
     round_up,
 )
 
-# Warps of a CTA; of one that has a row to itself, one for each run of splits.
+# Warps of a CTA: each has a row, or all have one together and a run of its splits each. With more of them, a CTA has
+# some channels of a row.
 WARPS = 4
 MANY_WARPS = 16
-# Channels of a CTA that has more.
 CHANNELS = 64
 # With so many rows, heads share a CTA.
 CTAS_WORTH_SHARING = 4096
@@ -32,7 +33,7 @@ CTAS_WORTH_SHARING = 4096
 
 @dataclass(frozen=True)
 class CombineSpec(Spec):
-    """Type of the output and width of one of its heads."""
+    """Type of the output, width of one of its heads, and warps of a CTA."""
 
     io: DType
     v_head_size: int
@@ -61,23 +62,28 @@ def shared_bytes(spec: CombineSpec) -> int:
     return spec.warps * 4 * ((width if spec.warps == WARPS else min(width, CHANNELS)) + 1)
 
 
-def heads_per_cta(parts: int, token_count: int, num_heads: int) -> int:
-    """Heads of a token that a CTA merges: one while CTAs are few and rows may have several runs, else one a warp."""
-    return WARPS if parts <= MERGED_SPLITS or token_count * num_heads >= CTAS_WORTH_SHARING else 1
+class MergePlan(NamedTuple):
+    """A merge of parts: the Spec, and of a launch the heads of a CTA and the CTAs."""
+
+    spec: CombineSpec
+    heads_per_cta: int
+    ctas: int
 
 
-def warps(parts: int, token_count: int, num_heads: int) -> int:
-    """Warps of a CTA for rows that may have so many parts."""
-    count = WARPS
-    while heads_per_cta(parts, token_count, num_heads) == 1 and count < MANY_WARPS and parts > count * MERGED_SPLITS:
-        count *= 2
-    return count
+def plan(io: DType, v_head_size: int, parts: int, token_count: int, num_heads: int) -> MergePlan:
+    """Plan the merge of up to ``parts`` parts of each of ``token_count`` times ``num_heads`` rows.
 
-
-def grid(spec: CombineSpec, parts: int, token_count: int, num_heads: int) -> tuple[int, int, int]:
-    """CTAs of a launch; their heads are also a field of the Params."""
-    chunks = 1 if spec.warps == WARPS else ceil_div(spec.v_head_size, CHANNELS)
-    return chunks * token_count * ceil_div(num_heads, heads_per_cta(parts, token_count, num_heads)), 1, 1
+    A warp has a row where that has one run of parts, or where CTAs are many; else a CTA has one, with a warp a run.
+    """
+    shares = parts <= MERGED_SPLITS or token_count * num_heads >= CTAS_WORTH_SHARING
+    heads = warps = WARPS
+    if not shares:
+        heads = 1
+        while warps < MANY_WARPS and parts > warps * MERGED_SPLITS:
+            warps *= 2
+    chunks = 1 if warps == WARPS else ceil_div(v_head_size, CHANNELS)
+    ctas = chunks * token_count * ceil_div(num_heads, heads)
+    return MergePlan(CombineSpec(io, v_head_size, warps), heads, ctas)
 
 
 KERNEL = Kernel("combine_splits", CombineSpec, PARAMS, threads, shared_bytes, waits_itself=True)
@@ -87,6 +93,8 @@ def smoke_specs() -> Iterator[CombineSpec]:
     """Specs that together reach every branch of the source."""
     yield CombineSpec(dtypes.BFLOAT16, 128, WARPS)
     yield CombineSpec(dtypes.BFLOAT16, 128, MANY_WARPS)
+    yield CombineSpec(dtypes.BFLOAT16, 510, MANY_WARPS)
     yield CombineSpec(dtypes.FLOAT16, 96, 2 * WARPS)
+    yield CombineSpec(dtypes.FLOAT16, 33, 2 * WARPS)
     yield CombineSpec(dtypes.FLOAT16, 8, WARPS)
     yield CombineSpec(dtypes.FLOAT16, 512, WARPS)

@@ -4,13 +4,9 @@
 
 #include <pagedattn/softmax.cuh>
 
-// Base 2. Weights may be made against a reference, SoftmaxState::row_max, that a row's scores exceed by up to so much before it moves:
-// in the first tiles, and seldom later. Most tiles then need no maximum of a column, and leave what was accumulated as it is.
-constexpr float kReferenceSlack = 8.0f;
-
-// Moves the references of both columns to what the scores of a tile ask for, with slack only if they ask for much, and calls `rescale` with
-// what is to be multiplied to all that was accumulated. All lanes call it together; when a row's reference moves follows from its own
-// scores alone.
+// Moves the references, SoftmaxState::row_max, of both columns to what the scores of a tile ask for, with slack only if they ask for more
+// than it, and calls `rescale` with what is to be multiplied to all that was accumulated. With slack most tiles need no maximum of a
+// column. All lanes call it together; when a row's reference moves follows from its own scores alone.
 template <bool kWithSlack, int kBlocks, class Rescale>
 __device__ __forceinline__ void move_references(const float (&scores)[kBlocks][4], SoftmaxState (&state)[2], const Rescale& rescale) {
   float top[2];
@@ -20,7 +16,7 @@ __device__ __forceinline__ void move_references(const float (&scores)[kBlocks][4
     top[e] = negative_infinity();
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) top[e] = fmaxf(top[e], fmaxf(scores[b][e], scores[b][2 + e]));
-    if constexpr (kWithSlack) lanes[e] = __ballot_sync(kFullWarp, top[e] > state[e].row_max + kReferenceSlack);
+    if constexpr (kWithSlack) lanes[e] = __ballot_sync(kFullWarp, top[e] > state[e].row_max + kSlack);
   }
   if ((lanes[0] | lanes[1]) == 0) return;
   const uint32_t own_column = 0x11111111u << threadIdx.x % 4;

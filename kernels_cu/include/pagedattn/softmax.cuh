@@ -7,6 +7,10 @@
 #include <pagedattn/math.cuh>
 #include <pagedattn/ptx/exp2.cuh>
 
+// Weights may be made against a reference that scores exceed by up to so much, in powers of two, before it moves: in the first tiles, and
+// seldom later. Weights stay below 2^8, and most tiles leave what was accumulated as it is.
+constexpr float kSlack = 8.0f;
+
 struct SoftmaxState {
   float row_max = negative_infinity();  // of scores times log2(e)
   float row_sum = 0.0f;                 // of exp2(score - row_max)

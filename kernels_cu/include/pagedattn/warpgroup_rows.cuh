@@ -9,12 +9,10 @@
 #include <pagedattn/ptx/convert.cuh>
 #include <pagedattn/ptx/exp2.cuh>
 #include <pagedattn/ptx/mbarrier.cuh>
+#include <pagedattn/softmax.cuh>
 
 constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
-
-// A reference that is at most this far (in powers of two) below the maximum is kept: weights stay below 2^8, and acc is not rescaled.
-constexpr float kSlack = 8.0f;
 
 // The CTA's dynamic shared memory from a multiple of 1024 bytes on, where the pattern of a swizzle starts.
 __device__ __forceinline__ unsigned char* swizzled_shared_memory() {
