@@ -165,7 +165,7 @@ def coerce_attributes(
     values: dict[str, Any] = {}
     for row in rows:
         value = attributes.get(row.name, row.default)
-        if value is None:
+        if value is None and row.default is None:
             raise InvalidArgumentError(f"{row.name}: required attribute, got none.")
         values[row.name] = _coerce(row, value)
     return values
@@ -178,7 +178,10 @@ def coerce_number(name: str, value: Any, minimum: int) -> int:
 
 def coerce_switch(name: str, value: Any) -> bool:
     """True or False, in any spelling of the numbers 1 and 0."""
-    return bool(_coerce(contract.Attribute(name, int, None, "", choices=(0, 1)), value))
+    try:
+        return bool(_coerce(contract.Attribute(name, int, None, "", choices=(0, 1)), value))
+    except InvalidArgumentError:
+        raise InvalidArgumentError(expected(name, "True or False", repr(value))) from None
 
 
 def coerce_options(backend: Any, checks: Any, max_output_qk_bytes: Any, split_keys: Any) -> dict[str, Any]:
@@ -197,8 +200,8 @@ def coerce_split_keys(split_keys: Any) -> int | None:
     """Keys of a split, or None."""
     if split_keys is None:
         return None
-    keys = coerce_number("split_keys", split_keys, 16)
-    if keys % 16 or keys >= 2**31:
+    keys = coerce_number("split_keys", split_keys, 0)
+    if keys % 16 or not 0 < keys < 2**31:
         raise InvalidArgumentError(expected("split_keys", "a multiple of 16 below 2**31, or None", keys))
     return keys
 
@@ -624,8 +627,10 @@ def shared_memory(
             if first < high and low < last and other != name:
                 one, two = tensors[name], tensors[other]
                 if _overlap(one[:4], two[:4], two.pointer - one.pointer):
-                    what = f"{'the buffer' if low == first else 'memory'} of {contract.argument(name)}"
-                    return expected(other, "memory of its own", what)
+                    # Of an input and the output it is the output that is in the wrong place.
+                    blamed, owner = (name, other) if name == "output" else (other, name)
+                    what = f"{'the buffer' if low == first else 'memory'} of {contract.argument(owner)}"
+                    return expected(blamed, "memory of its own", what)
     return None
 
 

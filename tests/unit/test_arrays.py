@@ -172,7 +172,7 @@ def test_out_is_not_the_memory_of_query():
     """Rows of a query may be read again after their output has been written."""
     built = build(Case(is_causal=False))
     query = built["query"].copy()
-    with pytest.raises(InvalidArgumentError, match=r"^query: expected memory of its own, got the buffer of out\."):
+    with pytest.raises(InvalidArgumentError, match=r"^out: expected memory of its own, got the buffer of query\."):
         built.run(paged_attention, query=query, out=query)
 
 

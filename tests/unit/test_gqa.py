@@ -606,7 +606,7 @@ def test_written_memory_may_not_be_another_arrays_too(sliding: bool):
     for changes, message in (
         ({"past_value": cache}, "past_value: expected memory of its own, got the buffer of past_key"),
         ({"out": inside}, "out: expected memory of its own, got the buffer of past_key"),
-        ({"out": query}, "query: expected memory of its own, got the buffer of out"),
+        ({"out": query}, "out: expected memory of its own, got the buffer of query"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             group_query_attention(**{**call, **changes})

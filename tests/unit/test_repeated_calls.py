@@ -279,7 +279,7 @@ def test_output_is_not_the_memory_of_query_in_a_kind_that_is_known_either(device
     paged = operator()
     given = arrays()
     paged(**given)
-    with pytest.raises(InvalidArgumentError, match="query: expected memory of its own, got the buffer of out"):
+    with pytest.raises(InvalidArgumentError, match="out: expected memory of its own, got the buffer of query"):
         paged(**{**given, "out": given["query"]})
     assert len(device.executor.issued) == 1
 

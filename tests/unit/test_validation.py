@@ -904,7 +904,7 @@ def test_memory_that_is_written_may_not_be_another_array_too(checks: bool):
             "value_cache": pool[:blocks],
             "key": pool.reshape(-1)[512 : 512 + 8 * 128].reshape(8, 128),
         },
-        "query: expected memory of its own, got memory of out.": {
+        "out: expected memory of its own, got memory of query.": {
             "query": pool.reshape(-1)[: 8 * 256].reshape(8, 256),
             "out": pool.reshape(-1)[256 : 9 * 256].reshape(8, 256),
         },
@@ -920,12 +920,13 @@ def test_memory_that_is_written_may_not_be_another_array_too(checks: bool):
 def test_options_are_checked():
     for option, message in (
         ({"backend": ["numpy"]}, "backend: expected a name or None, got ['numpy']."),
-        ({"checks": [1]}, "checks: expected a number, got [1]."),
-        ({"return_lse": "yes"}, "return_lse: expected a number, got 'yes'."),
+        ({"scale": None}, "scale: expected a number, got None."),
+        ({"checks": [1]}, "checks: expected True or False, got [1]."),
+        ({"return_lse": "yes"}, "return_lse: expected True or False, got 'yes'."),
         ({"max_output_qk_bytes": None}, "max_output_qk_bytes: expected a number, got None."),
         ({"max_output_qk_bytes": math.inf}, "max_output_qk_bytes: expected a finite number, got inf."),
         ({"max_output_qk_bytes": -1}, "max_output_qk_bytes: expected a value >= 0, got -1."),
-        ({"split_keys": 0}, "split_keys: expected a value >= 16, got 0."),
+        ({"split_keys": 0}, "split_keys: expected a multiple of 16 below 2**31, or None, got 0."),
         ({"split_keys": 24}, "split_keys: expected a multiple of 16 below 2**31, or None, got 24."),
         ({"split_keys": 2**31}, f"split_keys: expected a multiple of 16 below 2**31, or None, got {2**31}."),
         ({"split_keys": "all"}, "split_keys: expected a number, got 'all'."),
