@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show_progress(ready: int, total: int) -> None:
     if not sys.stderr.isatty():  # a log keeps every line
         if ready == total:
-            print(f"compiled {total}", file=sys.stderr)
+            print(f"{total} ready", file=sys.stderr)
         return
     width = 40
     filled = width * ready // total

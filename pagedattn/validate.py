@@ -200,7 +200,7 @@ def coerce_split_keys(split_keys: Any) -> int | None:
     """Keys of a split, or None."""
     if split_keys is None:
         return None
-    keys = coerce_number("split_keys", split_keys, 0)
+    keys = int(_coerce(contract.Attribute("split_keys", int, None, ""), split_keys))
     if keys % 16 or not 0 < keys < 2**31:
         raise InvalidArgumentError(expected("split_keys", "a multiple of 16 below 2**31, or None", keys))
     return keys
@@ -229,7 +229,7 @@ def _coerce(row: contract.Attribute, value: Any) -> int | float | str:
         if row.type is float and number != 0 and not _SMALLEST <= abs(number) <= _LARGEST:
             want = f"0 or a magnitude in [{_SMALLEST:.3g}, {_LARGEST:.3g}], the normal numbers of float32"
             raise InvalidArgumentError(expected(row.name, want, value))
-        result = int(value) if row.type is int else number
+        result = number if row.type is float else value.__index__() if hasattr(value, "__index__") else int(number)
     if row.choices is not None and result not in row.choices:
         raise InvalidArgumentError(expected(row.name, f"one of {', '.join(map(repr, row.choices))}", repr(value)))
     if row.minimum is not None and result < row.minimum:  # type: ignore[operator]

@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(kThreads) write_cache(const __grid_constant__ 
   using Shape = RowShape<S>;
   using Io = element_t<S.io>;
 
-  // Before anything else, so that the kernel ahead may be anyone's; and the next one, which reads lengths and block tables while this one
-  // still runs, starts when all that was ahead of the call has ended.
+  // Before anything else, so that the kernel ahead may be anyone's who waits for those ahead of his; and the next one, which reads lengths
+  // and block tables while this one still runs, starts when all that was ahead of the call has ended.
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < p.zero_count; i += gridDim.x * static_cast<int64_t>(kThreads)) {

@@ -32,8 +32,8 @@ class Start(Enum):
     EARLY
         Its CTAs may be there already, and wait.
     SPREAD
-        Likewise, two on a multiprocessor at most: else the few that are done first have all of them, and attention
-        finds those taken.
+        Likewise, but where there are no more than two for each multiprocessor, none has a third: else the few that are
+        done first have all of them, and attention finds those taken.
     """
 
     LATE = auto()

@@ -128,7 +128,7 @@ class Api:
     def load(self, cubin: bytes, entry: str, shared_bytes: int) -> tuple[Any, int]:
         """Load a cubin on the current device; return the module, which owns the code, and the function's handle.
 
-        Launches may have up to ``shared_bytes`` of dynamic shared memory.
+        Launches may have up to ``shared_bytes`` of dynamic shared memory; the kernel has no other.
         """
         self._runtime.free(0)  # makes sure that the device has a context, if nothing has run on it yet
         module = self._module()

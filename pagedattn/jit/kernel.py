@@ -48,7 +48,7 @@ class Kernel(Generic[S]):
     waits_itself : bool
         Every thread calls ``ptx::wait_for_previous_kernel`` before it reads what the kernel ahead of it in the stream
         writes, or writes what that one reads. Where the device can, and the two are of one call, it then starts before
-        that one has ended.
+        that one has ended; the first one of a call where its launch says so (`Launch.starts_early`).
     """
 
     stem: str

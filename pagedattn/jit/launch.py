@@ -120,7 +120,8 @@ class Recorder:
 class CudaFunction:
     """A kernel loaded on one device: a ``CUfunction``, and the module that must outlive it.
 
-    ``overlaps`` says that it may start before the kernel ahead of it in a call has ended.
+    ``overlaps`` says that it may start before the kernel ahead of it in a call has ended, or what is ahead of the call
+    where its launch starts early.
     """
 
     name: str
@@ -201,7 +202,8 @@ class CudaExecutor:
     def prepare(self, launches: Iterable[Launch], stream: int) -> Callable[[], None]:
         """Check launches and lay them out for the driver; see :meth:`Executor.prepare`."""
         # The modules are kept with what runs their code. What lies ahead of the first launch is not ours, so all of it
-        # has to end before anything is read: most kernels read lengths and block tables before they wait.
+        # has to end before anything is read: most kernels read lengths and block tables before they wait. One that
+        # starts early does not.
         ready: list[tuple[driver.ReadyLaunch, CudaFunction]] = []
         for launch in launches:
             if 0 not in launch.grid:

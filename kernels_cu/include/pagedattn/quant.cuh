@@ -14,7 +14,7 @@ __device__ __noinline__ float divide(float x, float y) { return x / y; }
 struct Divisors {
   float scale[8];
   float inverse[8];
-  bool usual;  // far from where something in between could overflow
+  bool usual;  // far from where something in between could overflow or lose bits
 
   // `scale` is set.
   __device__ __forceinline__ void prepare() {
@@ -30,14 +30,13 @@ struct Divisors {
     usual = low > 0x1p-60f && high < 0x1p60f;  // of a NaN that both pass over, the inverse is one, too
   }
 
-  // x / scale[i], rounded as a division is where that decides the code: the product with the inverse, and what is left of x divided
-  // again, twice, as the compiler has it. Others saturate or are zeros of either sign.
+  // x / scale[i], by the very steps that the compiler has for a division between numbers of usual size, so rounded as that is. Where the
+  // quotient is of none, it saturates or is a zero of either sign.
   __device__ __forceinline__ float quotient(float x, int i) const {
     if (!usual) return divide(x, scale[i]);
     const float first = x * inverse[i];
-    const float second = fmaf(fmaf(-first, scale[i], x), inverse[i], first);
-    const float third = fmaf(fmaf(-second, scale[i], x), inverse[i], second);
-    return fabsf(first) > 0x1p-60f && fabsf(first) < 0x1p60f ? third : first;
+    const float rounded = fmaf(fmaf(-first, scale[i], x), inverse[i], first);
+    return fabsf(first) > 0x1p-60f && fabsf(first) < 0x1p60f ? rounded : first;
   }
 };
 
