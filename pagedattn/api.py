@@ -156,7 +156,7 @@ class PagedAttention:
     ) -> None:
         self.attributes = coerce_attributes(attributes)
         self.return_lse = coerce_switch("return_lse", return_lse)
-        self.qk_dtype = dtype_named(qk_dtype)
+        self.qk_dtype = dtype_named(qk_dtype, "qk_dtype")
         self.options = coerce_options(backend, checks, max_output_qk_bytes, split_keys)
         self._prepared: _Newest[tuple[Any, ...], _Prepared] = _Newest(MAX_PLANS)
         self._issues: _Newest[tuple[Any, ...], Callable[[], None]] = _Newest(MAX_ADDRESSES)
@@ -693,7 +693,7 @@ def paged_attention(
         tuple(attributes.items()),
         (
             ("return_lse", coerce_switch("return_lse", return_lse)),
-            ("qk_dtype", dtype_named(qk_dtype)),
+            ("qk_dtype", dtype_named(qk_dtype, "qk_dtype")),
             *coerce_options(backend, checks, max_output_qk_bytes, split_keys).items(),
         ),
     )

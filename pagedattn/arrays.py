@@ -324,7 +324,7 @@ def import_foreign(name: str, x: Any) -> Any:
         raise
 
 
-def dtype_named(name: Any) -> DType:
+def dtype_named(name: Any, argument: str = "dtype") -> DType:
     """Row of an element type given by name, NumPy or ml_dtypes type; any other is an `InvalidArgumentError`."""
     if isinstance(name, DType):
         return name
@@ -333,5 +333,5 @@ def dtype_named(name: Any) -> DType:
     except (TypeError, ValueError):  # no type at all
         text = ""
     if text not in BY_NAME:
-        raise InvalidArgumentError(f"dtype: expected one of {', '.join(BY_NAME)}, got {name!r}.")
+        raise InvalidArgumentError(f"{argument}: expected one of {', '.join(BY_NAME)}, got {name!r}.")
     return BY_NAME[text]

@@ -1070,5 +1070,5 @@ def test_qk_dtype_takes_names_and_types(spelling):
 
 
 def test_qk_dtype_names_what_it_knows():
-    with pytest.raises(InvalidArgumentError, match=r"^dtype: expected one of float16, .*, got 'half'\.$"):
+    with pytest.raises(InvalidArgumentError, match=r"^qk_dtype: expected one of float16, .*, got 'half'\.$"):
         build(Case(qk_output=1)).run(paged_attention, qk_dtype="half")
