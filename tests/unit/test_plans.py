@@ -73,6 +73,27 @@ def launches(backend: str, problem: Problem) -> tuple[int, list[Any]]:
     return plan.workspace_bytes, [launch[:4] for launch in plan.launches(tensors, 1 << 20)]
 
 
+def prologue_of(backend: str, batch_size: int) -> Any:
+    problem = problem_of(LAYERS[backend], batch_size, 1, 64, 64 * batch_size)
+    return (
+        import_module(f"pagedattn.backends.{backend}").plan(problem, Shapes()).launches(tensors_of(problem), 1 << 20)[0]
+    )
+
+
+def test_the_prologue_starts_early_where_attention_gains_by_it() -> None:
+    early = {backend: prologue_of(backend, 4).starts_early for backend in LAYERS}
+    assert early == {"decode_split_kv": True, "flash_prefill": True, "dense_attention": False, "latent_mla": True}
+
+
+def test_early_ctas_of_a_decode_step_are_spread_while_they_are_few() -> None:
+    device, reserved = Shapes(), 1024
+    few, many = prologue_of("decode_split_kv", 4), prologue_of("decode_split_kv", 4096)
+    all_bytes = device.max_shared_bytes + reserved  # of a multiprocessor, the system's part of each CTA included
+    assert 2 * (few.shared_bytes + reserved) <= all_bytes < 3 * (few.shared_bytes + reserved)
+    assert many.grid[0] > 2 * device.multiprocessors
+    assert many.shared_bytes < few.shared_bytes
+
+
 @pytest.mark.parametrize("new", [1, 3, 100])
 @pytest.mark.parametrize("window", [1, 128, 4096])
 @pytest.mark.parametrize("backend", LAYERS)
