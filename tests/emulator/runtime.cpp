@@ -10,7 +10,6 @@
 
 #include <dlfcn.h>
 #include <execinfo.h>
-#include <immintrin.h>
 #include <link.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -817,7 +816,6 @@ void Worker::run_cta(unsigned number) {
 
 void Worker::run() {
   worker = this;
-  _mm_setcsr(_mm_getcsr() | 0x8040);  // subnormal float32 are zero, as in code compiled with -ftz=true
   if (!signal_stack) signal_stack = std::make_unique<char[]>(size_t{1} << 16);
   stack_t alternate{.ss_sp = signal_stack.get(), .ss_flags = 0, .ss_size = size_t{1} << 16}, previous;
   sigaltstack(&alternate, &previous);

@@ -193,10 +193,6 @@ def test_every_code_decodes_as_ml_dtypes_does(type_index: int) -> None:
     codes = np.arange(1 << 8 * dtype.itemsize)
     _, values = convert(ConversionsSpec(type_index, True), codes, np.zeros(codes.size))
     expected = codes.astype(f"u{dtype.itemsize}").view(dtype).astype(np.float32)
-    # Those that float32 holds as subnormals are 0 in a kernel.
-    subnormal = (np.abs(expected) < np.finfo(np.float32).tiny) & (expected != 0)
-    expected[subnormal] = 0
-    values = np.where(subnormal, 0, values)
     np.testing.assert_array_equal(values, expected)
 
 
@@ -211,7 +207,6 @@ def test_values_encode_as_ml_dtypes_does(type_index: int) -> None:
         around = [np.nextafter(middle, -np.inf), middle, np.nextafter(middle, np.inf)]
         beyond = np.array([np.inf, -np.inf, 1e30, -1e30], np.float32)
         values = np.concatenate([exact.astype(np.float32), *around, beyond])
-        values = values[(np.abs(values) >= np.finfo(np.float32).tiny) | (values == 0)]
         expected = values.astype(dtype).view(f"u{dtype.itemsize}")
     codes, _ = convert(ConversionsSpec(type_index, False), np.zeros(values.size), values)
     is_nan = np.isnan(expected.view(dtype).astype(np.float32))

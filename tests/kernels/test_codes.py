@@ -37,6 +37,7 @@ def scales(rng: np.random.Generator, size: int) -> Array:
         lambda: 2.0 ** rng.uniform(-59, 59, 8),
         lambda: np.where(np.arange(8) == 3, 2.0**70, rng.uniform(0.01, 2.0, 8)),
         lambda: np.where(np.arange(8) == 5, 2.0**-70, ones),
+        lambda: 2.0 ** rng.integers(-149, -120, 8),
     ]
     rows = [np.concatenate([kinds[i % len(kinds)]() for i in range(h, h + size // 8)]) for h in range(HEADS)]
     return np.stack(rows).astype(np.float32)[:, None, :]
